@@ -31,8 +31,8 @@ SAMPLES = (("training", "seed"), ("data", "train_data"), ("data", "split"), ("da
 # Flags of `training` that determine the loss of a sample, or its weight.
 LOSS = ("eod_mask_loss", "calculate_per_token_loss", "reset_position_ids", "reset_attention_mask")
 
-# What `save` says of where the job was.
-_POSITION = {"iteration", "consumed_samples", "train_samples", "first_loss", "config"}
+# What says where in the data a run was. `save` says more; a checkpoint that was imported has no more.
+_PLACE = {"iteration", "consumed_samples"}
 
 
 def refuse_unwritable(flags: CheckpointConfig) -> None:
@@ -111,6 +111,14 @@ def load(job: Job, is_expected: bool = False) -> None:
 
 def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
     """Warns if the data do not continue where the checkpoint's run left off, or if their loss is computed differently."""
+    if "config" not in client:
+        logger.warning(
+            "the checkpoint was imported: the samples after its %d are those that come next if the run read one corpus, and this "
+            "one has its --split, --seq-length, --seed, --global-batch-size and --train-iters",
+            job.consumed_samples,
+            extra=ALIKE,
+        )
+        return
     if client["train_samples"] != job.train_samples:
         logger.warning(
             "the run is now %d samples long, not %d: where that takes another number of epochs, or crosses 80 %% of the last "
@@ -202,7 +210,7 @@ def _prepare_to_continue(job: Job, reader: Reader) -> None:
     _refuse_other_model(job, reader.path, client)
     if finetune:
         return
-    if not client.keys() >= _POSITION:
+    if not client.keys() >= _PLACE:
         raise ValueError(
             f"{reader.path} was not saved by this job, so it does not say where in the data to continue. Start from its "
             "weights by --finetune, with another --save."
@@ -215,7 +223,7 @@ def _prepare_to_continue(job: Job, reader: Reader) -> None:
             "with another --save."
         )
     job.iteration, job.consumed_samples = client["iteration"], client["consumed_samples"]
-    job.first_loss = client["first_loss"]
+    job.first_loss = client.get("first_loss")
     seed_dropout(job)  # the checkpoint's own states, if it has them for these ranks, replace these
 
 

@@ -160,6 +160,9 @@ def continue_run(
 
 def _continue_schedule(schedule: Any, saved: Any, path: Path) -> None:
     try:
+        # torch's take anything, and would begin anew without a word.
+        if isinstance(saved, dict) and saved and not saved.keys() & schedule.state_dict().keys():
+            raise ValueError(f"that is of another kind, and has {', '.join(map(str, saved))}")
         schedule.load_state_dict(saved)
     except Exception as error:  # its class may be the user's
         raise ValueError(

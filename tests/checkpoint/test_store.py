@@ -645,6 +645,26 @@ def test_momenta_that_the_schedule_does_not_drive_are_those_of_this_run(world, t
     assert other.get_lr() == engine.get_lr() != [0.1]
 
 
+def test_a_schedule_of_another_kind_is_refused_by_torchs_too(world, tmp_path):
+    """`load_state_dict` of torch's takes whatever it gets, and would begin anew."""
+
+    def build(schedule) -> Engine:
+        model = nn.Linear(3, 3)
+        settings = weight_decay_groups(model, 0.0)
+        groups = mpu.get_groups() if mpu.model_parallel_is_initialized() else mpu.initialize_model_parallel(1)
+        return Engine(model, groups, lambda g: torch.optim.SGD(g, lr=0.1), *settings, lr_scheduler=schedule)
+
+    engine = build(partial(AnnealingLR, config=LRScheduleConfig(lr=0.1), train_iters=10))
+    one_step(engine)
+    engine.save_checkpoint(str(tmp_path))
+    other = build(lambda optimizer: lr_scheduler.StepLR(optimizer.torch_optimizer, 10))
+    with pytest.raises(
+        ValueError, match="(?s)by this run's StepLR: .* has num_steps. Use .*load_lr_scheduler_states=F"
+    ):
+        other.load_checkpoint(str(tmp_path))
+    other.load_checkpoint(str(tmp_path), load_lr_scheduler_states=False)
+
+
 def test_a_schedule_on_one_side_only_is_told(world, tmp_path, caplog):
     def build(schedule) -> Engine:
         model = nn.Linear(3, 3)

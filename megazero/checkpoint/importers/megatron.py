@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.format import is_count
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
 from megazero.checkpoint.importers.megatron_config import WORD_EMBEDDINGS, megatron_config
 from megazero.checkpoint.importers.megatron_cuts import cut_dimension
@@ -50,6 +51,8 @@ def read_megatron(
     num_attention_heads: int | None = None,
 ) -> ForeignCheckpoint:
     """A GPT-2 by our names, with Adam's moments where they are saved; its GPT2Config is in client_state["model"].
+
+    With the moments, client_state also has the place from which the GPT-2 job continues, if the run read its samples in turn.
 
     Tensors are read when they are asked for, from all ranks' files (which torch before 1.6 wrote in a form that has to be read
     whole). States of random generators are not taken.
@@ -96,8 +99,9 @@ def read_megatron(
         optimizer_type="AdamW",  # apex's FusedAdam, whose weight decay is decoupled
         optimizer_counters={"step": saved.optimizer.step},
         optimizer_groups=saved.optimizer.groups,
-        lr_scheduler=_schedule(saved.common.get("lr_scheduler"), steps),
+        lr_scheduler=_schedule(saved.common, steps, saved.optimizer.step),
         loss_scaler=saved.optimizer.loss_scaler,
+        client_state=weights.client_state | _place(args, steps),
     )
 
 
@@ -192,7 +196,19 @@ def _stacked(part: Tensor, version: float, head_size: int) -> Tensor:
     return rows.reshape(part.shape)
 
 
-def _schedule(saved: Any, iteration: int) -> dict[str, Any] | None:
-    """The state of `AnnealingLR`; None where the steps of the schedule are not iterations, as they are not in later versions."""
-    steps = saved.get("num_steps", saved.get("num_iters")) if isinstance(saved, dict) else None
-    return {"num_steps": steps} if isinstance(steps, int) and 0 <= steps <= iteration else None
+def _schedule(common: Mapping[str, Any], iteration: int, updates: float) -> dict[str, Any] | None:
+    """The state of `AnnealingLR`. Later releases count samples, and those of each update; Adam counts the updates."""
+    saved = common.get("opt_param_scheduler", common.get("lr_scheduler"))
+    if not isinstance(saved, dict):
+        return None
+    steps = saved.get("num_steps", saved.get("num_iters"))
+    is_of_iterations = isinstance(steps, int) and 0 <= steps <= iteration
+    return {"num_steps": steps if is_of_iterations else int(updates)}
+
+
+def _place(args: Mapping[str, Any], iteration: int) -> dict[str, int]:
+    """Where a run that read its samples in turn was; {} if it did not, or before iterations were saved with their samples."""
+    samples = args.get("consumed_train_samples", -1)
+    if not is_count(samples) or args.get("dataloader_type") not in (None, "single"):
+        return {}
+    return {"iteration": iteration, "consumed_samples": samples}

@@ -1,6 +1,7 @@
 """Megatron-LM's checkpoints, as its first release and its later ones write them: cut and ordered here without megazero's code."""
 
 import argparse
+import json
 import logging
 import random
 import sys
@@ -12,11 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
+from megazero.checkpoint.__main__ import main
 from megazero.checkpoint.importers.megatron import read_megatron
+from megazero.checkpoint.reader import Reader
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from tests.checkpoint.importers.torch_dist_files import write_torch_dist
 from tests.model.plain_gpt2 import PlainGPT2, random_tokens, randomize
+from tests.tiny import TINY_MODEL, run_job
 
 CONFIG = GPT2Config(
     num_layers=2,
@@ -281,7 +285,7 @@ def test_later_versions_nest_the_model_and_order_queries_keys_and_values_otherwi
     words = ("encoder", "self_attention") if version == 3 else ("transformer", "attention")
     contents = [
         {
-            "args": args_of_v1(),
+            "args": args_of_v1(consumed_train_samples=12 * 512),
             "checkpoint_version": version,
             "iteration": 12,
             "model": nested(rank_weights(weights, rank, ranks, version), *words),
@@ -296,8 +300,12 @@ def test_later_versions_nest_the_model_and_order_queries_keys_and_values_otherwi
     assert checkpoint.optimizer_counters == {"step": 3.0}
     scale = {"scale": 4096.0, "hysteresis_left": 2, "clean_steps": 7}
     assert checkpoint.loss_scaler == (scale if dtype == torch.float16 else None)
-    assert GPT2Config(**checkpoint.client_state["model"]) == CONFIG
-    assert checkpoint.lr_scheduler is None, "its steps are samples"
+    assert GPT2Config(**checkpoint.client_state.pop("model")) == CONFIG
+    assert checkpoint.lr_scheduler == {"num_steps": 3}, "its own are samples"
+    assert checkpoint.client_state == {"iteration": 12, "consumed_samples": 12 * 512}
+    contents[0]["args"].dataloader_type = "cyclic"
+    torch.save(contents[0], tmp_path / "iter_0000012/mp_rank_00/model_optim_rng.pt")
+    assert read_megatron(tmp_path, vocab_size=131).client_state.keys() == {"model"}, "its samples come in another order"
 
 
 @pytest.mark.parametrize("layer", [CORE_LAYER, TRANSFORMER_ENGINE_LAYER], ids=["own", "transformer-engine"])
@@ -643,3 +651,42 @@ def test_missing_unknown_and_misshapen_parameters_are_named(saved, tmp_path, cha
 def test_another_torch_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has no dict 'model'"):
         read_megatron(save(tmp_path, [{"module": {}}]), **KNOWN)
+
+
+def test_the_job_goes_on_where_a_run_of_megatron_was_bit_for_bit(corpus, tmp_path):
+    """The run is the job's own, with dropout off, put into Megatron-LM's files."""
+    job = [*TINY_MODEL, *corpus, "--train-iters", "6", "--log-interval", "1", "--save-interval", "3"]
+    whole = run_job([*job, "--save", str(tmp_path / "whole")], 2)
+    assert whole.returncode == 0, whole.stdout
+    reader = Reader(tmp_path / "whole", "global_step3")
+    client = reader.index["client_state"]
+    weights = {name: reader.read(name, "master") for name in reader.tensors}
+    order = [name for decays in (True, False) for name in weights if (weights[name].ndim > 1) == decays]
+    moments = [{key: reader.read(name, key) for key in ("exp_avg", "exp_avg_sq")} for name in order]
+    count = sum(tensor.ndim > 1 for tensor in weights.values())
+    groups = [{"params": list(range(count))}, {"params": list(range(count, len(order)))}]
+    theirs = {
+        "args": argparse.Namespace(**client["model"], bias_gelu_fusion=True, consumed_train_samples=12),
+        "iteration": 3,
+        "model": weights,
+        "optimizer": {
+            "state": dict(enumerate(moments)),
+            "param_groups": [{**group, "lr": 1.0, "step": 3} for group in groups],
+        },
+        "opt_param_scheduler": {"num_steps": 12},
+    }
+    save(tmp_path / "theirs", [theirs], "iter_0000003", "3")
+    assert main(["import", "--from", "megatron", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    rest = run_job([*job, "--load", str(tmp_path / "ours"), "--save", str(tmp_path / "rest")], 2)
+    assert rest.returncode == 0 and "the checkpoint was imported: the samples after its 12 are" in rest.stdout, (
+        rest.stdout
+    )
+    wanted = [line for line in lines_of(tmp_path / "whole") if line["iteration"] > 3]
+    found = lines_of(tmp_path / "rest")
+    for key in ("iteration", "lr", "loss", "grad_norm"):
+        assert [line[key] for line in found] == [line[key] for line in wanted], key
+
+
+def lines_of(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["section"] == "train"]
