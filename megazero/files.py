@@ -136,7 +136,8 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # shares that keep open files in their places; who comes next locks what is left
+            path.unlink(missing_ok=True)
         file.close()
 
 
@@ -163,7 +164,9 @@ def warn_of_no_locks(folder: Path) -> None:
 def is_still(path: Path, descriptor: int) -> bool:
     """Whether the open file is the one at `path`, which another process may have removed or replaced."""
     with suppress(FileNotFoundError):
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+        there, ours = os.stat(path), os.fstat(descriptor)
+        # Some FUSE file systems number a file anew at each question, which then tells nothing.
+        return os.path.samestat(there, ours) or not os.path.samestat(ours, os.fstat(descriptor))
     return False
 
 

@@ -126,6 +126,31 @@ def test_file_system_without_locks_is_reported(tmp_path, monkeypatch, caplog):
             pass
 
 
+def test_lock_file_that_an_smb_share_keeps_while_it_is_open_is_locked_by_who_comes_next(tmp_path, monkeypatch):
+    def busy(*_, **__):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(os, "unlink", busy)
+    for _ in range(2):
+        with locked(tmp_path / "lock", wait=False):
+            pass
+    assert (tmp_path / "lock").exists()
+
+
+def test_lock_is_held_where_a_file_has_another_inode_number_at_each_question(tmp_path, monkeypatch):
+    questions = []
+
+    def samestat(one, other):
+        questions.append((one, other))
+        assert len(questions) < 10, "for ever"
+        return False
+
+    monkeypatch.setattr(os.path, "samestat", samestat)
+    with locked(tmp_path / "lock"), pytest.raises(BlockingIOError):
+        with locked(tmp_path / "lock", wait=False):
+            pass
+
+
 @pytest.mark.parametrize("place", [0, 3_000_000, 5_999_999])
 def test_fingerprint_notices_a_change_of_equal_size_and_time(tmp_path, place):
     path = tmp_path / "f"
