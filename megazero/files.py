@@ -112,6 +112,18 @@ def write_json(path: Path, content: Any, indent: int = 1) -> None:
 
 
 @contextmanager
+def mapping(path: Path) -> Iterator[None]:
+    """Tells with the error of a mapping inside what was to be mapped: "No such device" alone helps nobody."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        why = "Its file system must let files be mapped: keep it on one that does"
+        raise OSError(error.errno, f"could not map {path} into memory: {error.strerror}. {why}") from error
+
+
+@contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[None]:
     """Holds the lock file `path`, after waiting for any other process that holds it; a killed holder's lock is released.
 

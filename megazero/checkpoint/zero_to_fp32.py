@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.tensor_file import LazyTensor, write_tensors
+from megazero.checkpoint.tensor_file import LazyTensor, naming, write_tensors
 from megazero.checkpoint.weight_files import shard_index, sharded
 
 _FILE_SUFFIXES = (".bin", ".pt", ".pth", ".safetensors")
@@ -182,7 +182,8 @@ def _write_file(path: Path, tensors: Mapping[str, LazyTensor], aliases: Mapping[
     # torch.save wants all tensors at once: they lie in a file that is mapped, so that the kernel can drop what is not in use.
     file = path.with_name("tensors")
     starts = write_tensors(file, tensors).offsets
-    mapped = np.memmap(file, dtype=np.uint8, mode="r+")  # one for all: each keeps a descriptor
+    with naming(file):
+        mapped = np.memmap(file, dtype=np.uint8, mode="r+")  # one for all: each keeps a descriptor
     file.unlink()  # its bytes stay until nothing maps them
     state = {}
     for name, stored in tensors.items():

@@ -20,7 +20,7 @@ from zlib import crc32
 
 import numpy as np
 
-from megazero.files import append_suffix, locked, write_json, written_aside
+from megazero.files import append_suffix, locked, mapping, write_json, written_aside
 from megazero.lines.contents import key_of
 
 logger = logging.getLogger(__name__)
@@ -110,10 +110,10 @@ class ArrayCache:
             content = json.loads(record.read_bytes())
             if key_of(content["description"]) != key_of(description):
                 raise ValueError("it describes other data")
-            arrays = {
-                name: np.load(append_suffix(stem, f"-{name}.npy"), mmap_mode="r", allow_pickle=False)
-                for name in content["crc32"]
-            }
+            arrays = {}
+            for name in content["crc32"]:
+                with mapping(path := append_suffix(stem, f"-{name}.npy")):
+                    arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
             for name, array in arrays.items():
                 if not self._is_checked and _checksum(array) != content["crc32"][name]:
                     raise ValueError(f"the checksum of {name} is another one")

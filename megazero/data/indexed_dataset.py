@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from megazero.data import mmidx
 from megazero.data.sidecar import remove_sidecar
-from megazero.files import allow_many_files, append_suffix, aside_name, sync_folder, written_aside
+from megazero.files import allow_many_files, append_suffix, aside_name, mapping, sync_folder, written_aside
 from megazero.lines.partial_shard import JOURNAL
 
 
@@ -142,9 +142,10 @@ class IndexedDataset:
         self._check_size()
         # np.memmap refuses an empty file; a plain ndarray is faster to slice than the memmap class.
         has_tokens = self.num_tokens > 0
-        self._tokens = (
-            np.memmap(self.bin_path, self.dtype, "r").view(np.ndarray) if has_tokens else np.empty(0, self.dtype)
-        )
+        with mapping(self.bin_path):
+            self._tokens = (
+                np.memmap(self.bin_path, self.dtype, "r").view(np.ndarray) if has_tokens else np.empty(0, self.dtype)
+            )
 
     def __len__(self) -> int:
         return len(self.sizes)

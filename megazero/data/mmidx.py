@@ -16,6 +16,8 @@ from typing import BinaryIO, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from megazero.files import mapping
+
 logger = logging.getLogger(__name__)
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -109,7 +111,8 @@ def read_index(path: Path, is_checked: bool = False) -> Index:
         ValueError: the file is truncated, damaged, or of another format.
     """
     dtype, num_sequences, num_boundaries = _header(path)
-    raw = np.memmap(path, mode="r").view(np.ndarray)  # a plain ndarray is faster to slice than the memmap class
+    with mapping(path):
+        raw = np.memmap(path, mode="r").view(np.ndarray)  # a plain ndarray is faster to slice than the memmap class
     start = _HEADER.size
     index = Index(
         dtype,

@@ -25,7 +25,7 @@ from megazero.data.sidecar import (
     write_sidecar,
 )
 from megazero.data.tokenizer import Tokenizer
-from megazero.files import append_suffix, locked
+from megazero.files import append_suffix, locked, mapping
 from megazero.lines.contents import describe_files, key_of
 from megazero.lines.jsonl import read_blocks
 from megazero.lines.outputs import check_ours, full_disk_named
@@ -154,7 +154,8 @@ def _finish(partial: PartialShard, tokenizer: Tokenizer, source: dict[str, Any])
             "first_errors": counts.errors,
         },
     )
-    sizes = np.memmap(partial.paths[1], "<i4", "r").view(np.ndarray)
+    with mapping(partial.paths[1]):
+        sizes = np.memmap(partial.paths[1], "<i4", "r").view(np.ndarray)
     publish_corpus(partial, dtype, [(sizes, None)], sidecar)
     partial.remove()
     return sidecar

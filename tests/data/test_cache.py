@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import mmap
 import multiprocessing
 import os
 import resource
@@ -36,6 +38,15 @@ def test_built_once(tmp_path):
     cache.load_or_build(DESCRIPTION, arrays)
     cache.load_or_build(dict(reversed(DESCRIPTION.items())), lambda: pytest.fail("built again"))
     assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1}) != key_of({"a": 1, "b": 3})
+
+
+def test_an_array_that_its_file_system_cannot_map_is_named(tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(mmap, "mmap", refused)
+    with pytest.raises(OSError, match=r"could not map .*-a\.npy into memory: No such device\. Its file system must"):
+        ArrayCache(tmp_path).load_or_build(DESCRIPTION, arrays)
 
 
 @pytest.mark.parametrize("gone", ["*.json", "*-a.npy"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import pickle
 import re
 import resource
@@ -40,6 +41,23 @@ def golden(tmp_path):
     (tmp_path / "g.bin").write_bytes(GOLDEN_BIN)
     (tmp_path / "g.idx").write_bytes(GOLDEN_IDX)
     return tmp_path / "g"
+
+
+@pytest.mark.parametrize("which", ["idx", "bin"])
+def test_a_file_that_its_file_system_cannot_map_is_named(golden, monkeypatch, which):
+    """As on a FUSE mount with direct_io."""
+    map_file, left = mmap.mmap, ["idx", "bin"]
+
+    def mapped(*arguments, **options):
+        if left.pop(0) == which:
+            raise OSError(errno.ENODEV, "No such device")
+        return map_file(*arguments, **options)
+
+    monkeypatch.setattr(mmap, "mmap", mapped)
+    with pytest.raises(
+        OSError, match=rf"could not map .*g\.{which} into memory: No such device\. Its file system must"
+    ):
+        IndexedDataset(golden)
 
 
 @pytest.fixture(params=[1 << 20, 1])
