@@ -85,7 +85,9 @@ class CheckpointFolder:
         """Waits a while for a job that may be ending."""
         deadline: float | None = None
         while not self._has_got(lock):
-            owner = os.pread(lock, 200, 0).decode(errors="replace").strip() or "unknown"
+            owner = "unknown"
+            with suppress(PermissionError):  # an SMB share lets nobody else read what is locked
+                owner = os.pread(lock, 200, 0).decode(errors="replace").strip() or owner
             if deadline is None:
                 deadline = time.monotonic() + PATIENCE_S
                 logger.info("%s: another job (%s) saves here; waiting in case it is ending", self.path, owner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -33,5 +34,6 @@ def place_script(directory: Path) -> None:
     if path.is_file() and path.read_bytes() == content:
         return
     with written_aside(path) as file:
-        os.fchmod(file.fileno(), 0o755)
+        with suppress(OSError):  # shares that keep no rights: `python zero_to_fp32.py` works all the same
+            os.fchmod(file.fileno(), 0o755)
         file.write(content)

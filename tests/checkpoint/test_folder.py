@@ -17,7 +17,7 @@ import pytest
 
 from megazero import mpu
 from megazero.checkpoint import folder
-from megazero.checkpoint.standalone import place_script
+from megazero.checkpoint.standalone import SCRIPT, place_script, script_text
 from megazero.checkpoint.tags import latest_tag, list_tags, tags_to_go_back_to
 from tests.checkpoint.engines import make_engine, train, write_one
 
@@ -144,11 +144,20 @@ def test_a_copy_of_the_directory_gives_up_its_lock_only_until_the_next_save(tmp_
     ours.release()
 
 
-def test_a_lock_that_is_refused_as_some_systems_say_it_is_another_jobs(tmp_path, monkeypatch):
-    def refused(*_):
-        raise PermissionError(13, "Permission denied")
+def fails_with(number):
+    """A function that fails so."""
 
-    monkeypatch.setattr(folder.fcntl, "lockf", refused)
+    def fails(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return fails
+
+
+@pytest.mark.parametrize("may_read", [True, False], ids=["", "on an SMB share, which keeps others from reading it"])
+def test_a_lock_that_is_refused_as_some_systems_say_it_is_another_jobs(tmp_path, monkeypatch, may_read):
+    monkeypatch.setattr(folder.fcntl, "lockf", fails_with(errno.EACCES))
+    if not may_read:
+        monkeypatch.setattr(os, "pread", fails_with(errno.EACCES))
     monkeypatch.setattr(folder, "PATIENCE_S", 0.3)
     with pytest.raises(folder.DirectoryInUseError, match="another job"):
         folder.CheckpointFolder(tmp_path).claim()
@@ -174,6 +183,12 @@ def test_the_script_is_executable_before_it_is_there(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda old, new: (modes.append(os.stat(old).st_mode & 0o777), replace(old, new)))
     place_script(tmp_path)
     assert modes == [0o755]
+
+
+def test_the_script_is_there_also_on_a_share_that_keeps_no_rights(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fchmod", fails_with(errno.EPERM))
+    place_script(tmp_path)
+    assert (tmp_path / SCRIPT).read_text() == script_text()
 
 
 @pytest.mark.parametrize("tag", ["../up", ".hidden", "a/b", "", "a\0b", "latest", "zero_to_fp32.py", "a ", "é" * 101])
