@@ -13,6 +13,7 @@ import shutil
 import socket
 import threading
 import time
+import uuid
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -69,6 +70,7 @@ class CheckpointFolder:
                 os.ftruncate(self._lock, 0)
                 os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
             self._clear()
+            self._rehearse()
         return True
 
     def _take_lock(self) -> int:
@@ -109,6 +111,21 @@ class CheckpointFolder:
                 raise OSError(error.errno, f"could not lock {self.path / '.lock'}: {error.strerror}") from error
             warn_of_no_locks(self.path)
         return True
+
+    def _rehearse(self) -> None:
+        """Does what a save ends with, and the mounts of some object stores cannot do: a job learns it before it trains."""
+        aside, final = self.aside(uuid.uuid4().hex), self.aside(uuid.uuid4().hex)
+        try:
+            aside.mkdir()
+            for _ in range(2):  # the second replaces the first
+                write_whole(aside / "latest", b"")
+            os.rename(aside, final)
+        except OSError as error:
+            text = f"replacing a file and renaming a folder in {self.path}, which every save does, failed: {error.strerror}"
+            raise OSError(error.errno, f"{text}. Name a folder on a file system that can") from error
+        finally:
+            for left in (aside, final):
+                shutil.rmtree(left, ignore_errors=True)
 
     def release(self) -> None:
         """Lets other jobs save here, when nothing is being deleted any more."""

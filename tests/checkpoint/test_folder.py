@@ -191,6 +191,19 @@ def test_the_script_is_there_also_on_a_share_that_keeps_no_rights(tmp_path, monk
     assert (tmp_path / SCRIPT).read_text() == script_text()
 
 
+@pytest.mark.parametrize(
+    ("call", "number"), [("rename", errno.ENOSYS), ("rename", errno.EMFILE), ("replace", errno.EPERM)]
+)
+def test_a_file_system_that_could_not_publish_a_save_is_refused_before_the_first(tmp_path, monkeypatch, call, number):
+    """Mounts of object stores: mountpoint-s3 renames nothing, gcsfuse no folder with something in it."""
+    monkeypatch.setattr(os, call, fails_with(number))
+    claimed = folder.CheckpointFolder(tmp_path)
+    with pytest.raises(OSError, match=f"replacing a file and renaming a folder in .*: {os.strerror(number)}"):
+        claimed.claim()
+    assert os.listdir(tmp_path) == [".lock"]
+    claimed.release()
+
+
 @pytest.mark.parametrize("tag", ["../up", ".hidden", "a/b", "", "a\0b", "latest", "zero_to_fp32.py", "a ", "é" * 101])
 def test_tag_that_leads_elsewhere_is_refused(world, tmp_path, tag):
     with pytest.raises(ValueError, match="becomes the name of its directory"):
