@@ -16,6 +16,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -184,7 +185,8 @@ def _write_file(path: Path, tensors: Mapping[str, LazyTensor], aliases: Mapping[
     starts = write_tensors(file, tensors).offsets
     with naming(file):
         mapped = np.memmap(file, dtype=np.uint8, mode="r+")  # one for all: each keeps a descriptor
-    file.unlink()  # its bytes stay until nothing maps them
+    with suppress(OSError):  # SMB shares keep it until nothing maps it, and others its bytes: it goes with the folder
+        file.unlink()
     state = {}
     for name, stored in tensors.items():
         values = torch.from_numpy(mapped[starts[name] : starts[name] + stored.nbytes])  # a storage of its own

@@ -154,11 +154,14 @@ def _finish(partial: PartialShard, tokenizer: Tokenizer, source: dict[str, Any])
             "first_errors": counts.errors,
         },
     )
-    with mapping(partial.paths[1]):
-        sizes = np.memmap(partial.paths[1], "<i4", "r").view(np.ndarray)
-    publish_corpus(partial, dtype, [(sizes, None)], sidecar)
-    partial.remove()
+    publish_corpus(partial, dtype, [(_sizes(partial), None)], sidecar)
+    partial.remove()  # where nothing maps it any more, as SMB shares require
     return sidecar
+
+
+def _sizes(partial: PartialShard) -> np.ndarray:
+    with mapping(partial.paths[1]):
+        return np.memmap(partial.paths[1], "<i4", "r").view(np.ndarray)
 
 
 def publish_corpus(
