@@ -108,7 +108,7 @@ def partitions(module: nn.Module) -> dict[str, Partition]:
     parameter is listed under each of its names, also those of layers that declare nothing.
     """
     declared: dict[str, Partition] = {}
-    for prefix, submodule in module.named_modules(remove_duplicate=False):
+    for prefix, submodule in module.named_modules():
         own = getattr(submodule, "partitions", None)
         if isinstance(own, dict):
             declared.update({f"{prefix}.{name}" if prefix else name: cut for name, cut in own.items()})
