@@ -151,6 +151,19 @@ def test_chunks_equal_the_whole_vocabulary(world_size):
     run_ranks(world_size, all_cases)
 
 
+@pytest.mark.parametrize("sizes", [{"chunk_size": 1}, {"sequence_chunk_size": 1}], ids=str)
+def test_16_bit_parts_of_a_gradient_are_added_up_in_fp32(one_rank, sizes):
+    """512 parts of 1/512: in bf16 their sum never gets beyond 1/2."""
+    n = 512
+    if "chunk_size" in sizes:  # of the gradient of x, from all rows but the target's
+        x, weight = torch.zeros(1, 1), (torch.arange(n) > 0).float()[:, None]
+    else:  # of that of the head's second row, from all tokens
+        x, weight = torch.full((n, 1), 1 / 256), torch.zeros(2, 1)
+    x, weight = x.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
+    chunked_vocab_parallel_loss(x, weight, torch.zeros(len(x), dtype=torch.int64), **sizes).sum().backward()
+    assert x.grad.item() == 1 if "chunk_size" in sizes else weight.grad.flatten().tolist() == [-1, 1]
+
+
 def compile_case():
     group = dist.group.WORLD
     x, weight, targets, upstream = make((5, 3), torch.float32, padding=1)
