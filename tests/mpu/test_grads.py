@@ -75,6 +75,10 @@ def special_case():
     low = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
     low.grad = shared(4096).bfloat16()
     assert_close(mpu.clip_grad_norm(low, 1e9, group=group), low.grad.double().norm().item(), rtol=1e-5, atol=0)
+    # That of fp64 ones is told to ranks that count none of them.
+    high = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    high.grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert mpu.clip_grad_norm(high, 1e9, group=group) == 5.0
     # Nobody has a gradient, or only one rank has one: no rank hangs.
     model.zero_grad()
     assert mpu.clip_grad_norm(model, 1.0, group=group) == 0.0
