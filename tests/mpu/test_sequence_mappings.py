@@ -73,18 +73,24 @@ def test_a_column_layer_keeps_its_slice_and_that_only_for_the_gradient_of_its_we
 
 
 def second_derivative_case():
-    """Gather, cube and weigh on every rank, reduce-scatter; differentiated twice: as in one process."""
+    """Gather, cube and weigh on every rank, reduce-scatter, square; differentiated twice: as in one process."""
     group = dist.group.WORLD
     t, r = group.size(), group.rank()
     x = shared(2 * t, seed=3).double()
     weights = [shared(2 * t, seed=7 + i).double() for i in range(t)]
     own = x.chunk(t)[r].clone().requires_grad_()
     y = mpu.gather_from_sequence_parallel_region(own, group=group) ** 3 * weights[r]
-    y = mpu.reduce_scatter_to_sequence_parallel_region(y, group).sum()
+    y = mpu.reduce_scatter_to_sequence_parallel_region(y, group).square().sum()
     (first,) = torch.autograd.grad(y, own, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), own)
-    assert_close(first, (3 * sum(weights) * x**2).chunk(t)[r])
-    assert_close(second, (6 * sum(weights) * x).chunk(t)[r])
+    assert_close(first, (6 * sum(weights) ** 2 * x**5).chunk(t)[r])
+    assert_close(second, (30 * sum(weights) ** 2 * x**4).chunk(t)[r])
+    # Scatter what is whole on every rank.
+    whole = x.clone().requires_grad_()
+    y = (mpu.scatter_to_sequence_parallel_region(whole, group) ** 3).sum()
+    (first,) = torch.autograd.grad(y, whole, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), whole)
+    assert_close((first, second), (3 * x**2, 6 * x))
     # A parameter: used in its third power on every rank's slice.
     p = torch.tensor([2.0, 3.0], dtype=torch.float64, requires_grad=True)
     (first,) = torch.autograd.grad(
