@@ -123,6 +123,11 @@ def test_reset_inside_a_fork_does_not_bring_the_stream_back(tracker):
     with tracker.fork("a"):
         tracker.reset()
     assert tracker.get_states() == {} and draw() == stream(1)[0]
+    tracker.add("a", 10)
+    tracker.add("b", 20)
+    with tracker.fork("a"), tracker.fork("b"):
+        tracker.reset()
+    assert draw() == stream(1, 2)[1]
 
 
 def test_rng_state_restores_every_stream(one_rank):
