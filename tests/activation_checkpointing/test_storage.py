@@ -105,6 +105,21 @@ def test_a_rank_keeps_its_part_of_every_input(world_size):
     run_ranks(world_size, kept_case)
 
 
+def other_groups_case():
+    """First all ranks make a group, which has one input, and then each pair, with an input of its own."""
+    ours = checkpointer("partitioned")
+    for size in (4, 2):
+        mpu.initialize_model_parallel(size)
+        x = torch.full((5,), 1.0 + mpu.get_data_parallel_rank(), requires_grad=True)
+        ours.checkpoint(torch.square, x).sum().backward()
+        assert torch.equal(x.grad, 2 * x), size
+        mpu.destroy_model_parallel()
+
+
+def test_inputs_are_cut_over_the_groups_of_now():
+    run_ranks(4, other_groups_case)
+
+
 def function_of_many(x, pair, *, z):
     return torch.cat([(x @ x).reshape(-1), pair[0].float().cumsum(0), (pair[1]["y"] * z).flatten()])
 
