@@ -63,7 +63,7 @@ def hidden_states():
 
 def bert_case(is_bool):
     mpu.initialize_model_parallel(torch.distributed.get_world_size())
-    model = BertParallelTransformerLayer(H, 20, HEADS, 0.0, 0.0, F.relu, 1e-12)
+    model = BertParallelTransformerLayer(H, 20, HEADS, 0.5, 0.5, F.relu, 1e-12).eval()
     plain = PlainBertLayer(H, 20, F.relu, 1e-12)
     load_same(model, plain)
     may_read = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], dtype=torch.bool)[:, None, None]  # [b, 1, 1, s]
@@ -72,9 +72,18 @@ def bert_case(is_bool):
     assert_same(model(x, may_read if is_bool else additive), plain(x, additive), x, model, plain)
 
     assert_close(model(x, None), plain(x, 0.0), atol=1e-5, rtol=1e-5)
-    whole = BertParallelSelfAttention(H, HEADS, 0.0)  # gathers its heads
+    whole = BertParallelSelfAttention(H, HEADS, 0.5).eval()  # gathers its heads
     whole.load_state_dict(model.attention.state_dict())
-    assert_close(whole(x, additive), plain.attend(x, additive), atol=1e-5, rtol=1e-5)
+    want = plain.attend(x, additive)
+    assert_close(whole(x, additive), want, atol=1e-5, rtol=1e-5)
+
+    mpu.model_parallel_cuda_manual_seed(1)
+    stream = torch.get_rng_state()
+    assert not torch.allclose(whole.train()(x, additive), want)
+    is_shared = mpu.get_model_parallel_world_size() > 1
+    assert torch.equal(torch.get_rng_state(), stream) == is_shared, (
+        "ranks drop other weights, from streams of their own"
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -111,6 +120,14 @@ def test_output_weights_are_scaled_down_by_depth_unless_it_is_said(one_rank):
         model = GPT2ParallelTransformer(2, H, HEADS, 0.0, 0.0, False, use_scaled_init_for_output_weights=is_scaled)
         deviations.append([p.std().item() for n, p in model.named_parameters() if n.endswith("dense_4h_to_h.weight")])
     assert deviations == [[pytest.approx(0.01, rel=0.2)] * 2, [pytest.approx(0.02, rel=0.2)] * 2]
+
+
+def test_what_the_first_megatron_is_told_is_what_the_blocks_do(one_rank):
+    model = GPT2ParallelTransformer(3, H, HEADS, 0.1, 0.2, True, 2, layernorm_epsilon=0.3, init_method_std=0.4)
+    for block in model.layers:
+        assert (block.attention.dropout, block.hidden_dropout, block.input_layernorm.eps) == (0.1, 0.2, 0.3)
+        assert block.attention.query_key_value.weight.std().item() == pytest.approx(0.4, rel=0.2)
+    assert [run for _, run in model._runs()] == [True, True], "two blocks together, then one"
 
 
 def test_layers_of_groups_that_are_forgotten_keep_working(one_rank):
