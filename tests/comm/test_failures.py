@@ -59,6 +59,17 @@ def test_an_absent_rank_is_reported_after_the_timeout(way, tmp_path):
         assert re.search(r" s: rank 2: .*Timed out waiting 1500ms", first)
 
 
+def absent_from_sets_case():
+    channel = open_channel("point to point", dist.new_group(timeout=timedelta(seconds=1.5)), shard_size=2)
+    return None if dist.get_rank() == 3 else failure_of(channel.all_reduce_(torch.ones(8)))[0]
+
+
+def test_a_rank_that_is_absent_from_its_set_is_reported_after_the_timeout_of_the_group():
+    of_other_set, of_same_set = run_ranks(4, absent_from_sets_case, timeout_s=30.0)[1:3]
+    for message in (of_other_set, of_same_set):
+        assert re.search(r" s: rank 3: .*Timed out waiting 1500ms", message), message
+
+
 def other_collective_case(way):
     channel = open_channel(way)
     if channel.rank == 0:
@@ -235,28 +246,32 @@ def join_world(rank, size, store, timeout_s):
 
 
 def mortal(rank, size, store, way, pipe):
-    """The last rank dies in the middle of a run; each other one sends what it hears."""
+    """The last rank dies in the middle of a run of all ranks but the first; each other one sends what it hears."""
     join_world(rank, size, store, timeout_s=60)
-    channel = open_channel(way)
-    channel.all_reduce_(torch.ones(size * 5000)).wait()
+    group = dist.new_group(list(range(1, size)))
+    if rank == 0:
+        time.sleep(60)
+    channel = open_channel(way, group)
+    channel.all_reduce_(torch.ones(channel.size * 5000)).wait()
     if rank == size - 1:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    pipe.send(failure_of(channel.all_reduce_(torch.ones(size))))
+    pipe.send(failure_of(channel.all_reduce_(torch.ones(channel.size))))
     os._exit(0)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_dies_ends_the_wait_of_the_others_at_once(way, tmp_path):
-    processes, readers = start_ranks(mortal, 3, str(tmp_path / "store"), way)
-    for reader in readers[:-1]:
+    processes, readers = start_ranks(mortal, 4, str(tmp_path / "store"), way)
+    for reader in readers[1:-1]:
         assert reader.poll(60)
         message, seconds = reader.recv()
         assert message.startswith("all_reduce of 3 elements")
         assert seconds < 10, "not the timeout"
         if way == "shared memory":
-            assert "has ended, or closed its channel" in message
+            assert "rank 3 has ended, or closed its channel" in message
     for process in processes:
+        process.kill()
         process.join()
     assert list(tmp_path.iterdir()) == [tmp_path / "store"]
 
