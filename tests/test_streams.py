@@ -31,7 +31,7 @@ from megazero.timers import Timers
 from megazero.training import train_step
 from megazero.zero import GatheredParameters, access, arrival, background, bucket, home, link, nvme_home
 from megazero.zero.homes import TILE_MULTIPLE
-from tests.plan.fake_world import ACCELERATOR, fake_job, fake_step
+from tests.plan.fake_world import ACCELERATOR, fake_job, fake_step, fake_world
 from tests.pretended_cuda import CheckedThread, PretendedCuda, Stream, Work
 
 LAYERS = 3
@@ -445,6 +445,13 @@ def test_a_number_of_tokens_that_is_not_waited_for_is_found(monkeypatch):
     monkeypatch.setattr(comm, "start_all_reduce", forget)
     races = run(WEIGHED, 8, does=weighed_steps).races
     assert races and all(" weights\n" in race for race in races), races
+
+
+def test_the_host_reads_a_readout_when_it_has_come():
+    cuda = PretendedCuda()
+    with cuda.installed(), fake_world(2, held=cuda):
+        comm.Readout(torch.ones(8, device=ACCELERATOR)).read().sum()
+    assert not cuda.races, "\n".join(cuda.races)
 
 
 def test_what_backward_does_not_hide_of_reductions_is_timed_where_the_device_waits_for_it():
