@@ -148,7 +148,7 @@ def timeout_s() -> float:
     return comm.timeout_of(comm.world())
 
 
-def test_init_distributed_takes_its_timeout_from_the_argument_or_the_environment(no_world):
+def test_init_distributed_takes_its_timeout_from_the_argument_or_the_environment(no_world, tmp_path):
     no_world.setenv("DEEPSPEED_TIMEOUT", "2.5")
     deepspeed.init_distributed("gloo")
     assert timeout_s() == 150.0
@@ -158,10 +158,18 @@ def test_init_distributed_takes_its_timeout_from_the_argument_or_the_environment
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=7))
     assert timeout_s() == 7.0
     torch.distributed.destroy_process_group()
+    deepspeed.init_distributed("gloo", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
+    assert timeout_s() == 150.0
+    torch.distributed.destroy_process_group()
     deepspeed.init_distributed(dist_init_required=False)
     assert not torch.distributed.is_initialized(), "the caller says that it joins by itself"
     with pytest.raises(DeepSpeedConfigError, match="dist_init_required=False says that the script has joined"):
         deepspeed.initialize(model=make_model(), config={"train_batch_size": 2}, dist_init_required=False)
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in launched.items():
+        no_world.setenv(name, value)
+    deepspeed.init_distributed("gloo")
+    assert timeout_s() == 150.0
 
 
 @pytest.mark.parametrize("minutes", ["soon", "1e14"])
