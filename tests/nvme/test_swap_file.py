@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import gc
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -148,13 +151,14 @@ def test_a_transfer_starts_after_another_and_fails_with_it(tmp_path):
         region, data, got = swap.allocate(PAGE), random_pages(PAGE), aligned_empty(PAGE)
         made[0].held = {"write"}
         write = swap.write(region, data)
-        read = swap.read(region, got, after=write)
+        read, told = swap.read(region, got, after=write), []
+        write.then(lambda error: (time.sleep(0.2), told.append(error)))
         made[0].events.wait("write", 0, "starts")
         assert not read.done() and ("read", 0, "starts") not in made[0].events.list
         made[0].let_go("write", 0)
         read.wait()
         write.wait()  # which may take a moment more: what comes after it is started first
-        assert write.done() and torch.equal(got, data)
+        assert write.done() and told == [None] and torch.equal(got, data)
         made[0].failing["read", 0] = BROKEN_DRIVE
         with pytest.raises(OSError, match="read of"):
             swap.read(region, got, after=swap.read(region, data)).wait()
@@ -186,15 +190,36 @@ def test_io_errors_say_file_place_length_and_rank(tmp_path):
     swap.close()
 
 
+def test_closing_waits_for_what_comes_after_something_under_way(tmp_path):
+    make, made = gated()
+    swap = SwapFile(tmp_path, 0, transport=make)
+    region, data, got = swap.allocate(PAGE), random_pages(PAGE), aligned_empty(PAGE)
+    made[0].held = {"write"}
+    read = swap.read(region, got, after=swap.write(region, data))
+    threading.Timer(0.2, made[0].let_all_go).start()
+    swap.close()
+    read.wait()
+    assert torch.equal(got, data)
+    ended = weakref.ref(read)
+    del read
+    gc.collect()
+    assert ended() is None, "a file keeps no transfer that has ended"
+
+
 def test_after_a_failed_write_every_use_of_the_file_tells_that_error_again(tmp_path):
     make, made = gated()
     with SwapFile(tmp_path, 3, transport=make) as swap:
         region, other, data = swap.allocate(2 * PAGE), swap.allocate(2 * PAGE), random_pages(2 * PAGE)
         swap.write(other, data).wait()
         swap.raise_failure()
-        made[0].failing["write", 0] = BROKEN_DRIVE
+        made[0].failing = {("write", 0): BROKEN_DRIVE, ("write", other.offset): errno.ENOSPC}
+        made[0].held = {"write"}
+        write, later = swap.write(region, data), swap.write(other, data)
+        made[0].let_go("write", 0)
         with pytest.raises(OSError, match=f"rank 3: write of {2 * PAGE} bytes at offset 0") as first:
-            swap.write(region, data).wait()
+            write.wait()
+        made[0].let_all_go()
+        assert later.error().errno == errno.ENOSPC
         made[0].failing.clear()
         uses = [lambda: swap.read(region, data), lambda: swap.write(region, data), lambda: swap.read(other, data)]
         for use in (*uses, swap.raise_failure):
@@ -280,6 +305,16 @@ def test_without_o_direct_it_says_why_and_goes_through_the_page_cache(tmp_path, 
     assert caplog.text.count("page cache") == 1
 
 
+def test_a_drive_that_fails_at_the_first_page_is_not_taken_for_one_without_o_direct(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(BROKEN_DRIVE, "Input/output error")
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    with pytest.raises(OSError, match="rank 4: the first page could not be written: Input/output error") as told:
+        SwapFile(tmp_path, 4)
+    assert told.value.errno == BROKEN_DRIVE and str(tmp_path) in str(told.value)
+
+
 def test_a_full_disk_says_what_was_asked_and_what_is_free(tmp_path, monkeypatch):
     status = os.statvfs(tmp_path)
     too_much = status.f_blocks * status.f_frsize
@@ -332,6 +367,7 @@ def test_space_that_cannot_be_reserved_is_said(tmp_path, monkeypatch, caplog, is
     with caplog.at_level(logging.WARNING, "megazero"), SwapFile(tmp_path, 0) as swap:
         round_trip(swap, 7 * PAGE)
         round_trip(swap, 9 * PAGE)
+        swap.read(swap.allocate(PAGE), aligned_empty(PAGE)).wait()  # of what was never written
     assert caplog.text.count("cannot be reserved") == 1
 
 
@@ -385,6 +421,17 @@ def allocate_above_limit(folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, (64 * PAGE, 64 * PAGE))
         round_trip(swap, 60 * PAGE)
         swap.allocate(60 * PAGE)
+
+
+def is_mapped(address):
+    """Whether this process has the page there."""
+    status = ctypes.create_string_buffer(1)
+    return ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(PAGE), status) == 0
+
+
+def test_a_forked_child_has_none_of_the_pages_that_a_drive_may_be_reading_into():
+    buffer = aligned_empty(PAGE)
+    assert is_mapped(buffer.data_ptr()) and not in_child(is_mapped, buffer.data_ptr())
 
 
 def test_a_read_only_folder_is_refused():
@@ -443,16 +490,20 @@ def test_it_may_be_dropped_or_left_open_at_exit(tmp_path):
     read.wait()
     assert torch.equal(got, data)
     program = """
-import sys
+import atexit, sys
 from megazero.nvme import AioConfig, PAGE, SwapFile, aligned_empty
 swap = SwapFile(sys.argv[1], 0, AioConfig(block_size=PAGE))
+if sys.argv[2]:
+    atexit.register(swap.close)
 region = swap.allocate(2000 * PAGE)
 write = swap.write(region, aligned_empty(2000 * PAGE))
 read = swap.read(region, aligned_empty(2000 * PAGE), after=write)
 """
     root = Path(nvme.__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=root, capture_output=True, timeout=60)
-    assert done.returncode == 0 and os.listdir(tmp_path) == []
+    for closes in ("", "at exit"):
+        command = [sys.executable, "-c", program, str(tmp_path), closes]
+        done = subprocess.run(command, cwd=root, capture_output=True, timeout=60)
+        assert done.returncode == 0 and os.listdir(tmp_path) == []
 
 
 def test_misuse_is_refused(tmp_path):
