@@ -296,11 +296,12 @@ def test_what_tiles_send_does_not_depend_on_their_number():
     run_ranks(2, traffic_case)
 
 
-def test_what_enters_under_autocast_travels_in_its_dtype(one_rank):
+def test_what_enters_and_leaves_under_autocast_travels_in_its_dtype(one_rank):
     layer, x = mpu.ColumnParallelLinear(4, 4, gather_output=False), torch.ones(2, 4)
     assert layer.enter(x).dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert layer.enter(x).dtype == torch.bfloat16 and layer.enter(x.double()).dtype == torch.float64
+        assert layer.leave(layer.enter(x), layer.bias).dtype == torch.bfloat16
 
 
 def from_all_ranks(shard: Tensor) -> list[Tensor]:
