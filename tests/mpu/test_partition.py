@@ -83,6 +83,8 @@ def test_shards_that_do_not_fit_are_refused():
         cut.merge([torch.zeros(2, 1)] * 2)
     with pytest.raises(ValueError, match="2 shards"):
         Partition(0, 2, full_size=8).merge([torch.zeros(5, 1)] * 2)  # a row of each is in neither of its matrices
+    with pytest.raises(ValueError, match="2 shards"):
+        Partition(0, 2, full_size=6).merge([torch.zeros(4, 1)] * 2)  # the padding would lie between the matrices
 
 
 def test_partitions_lists_sharded_parameters_by_full_name_and_survives_deepcopy(one_rank):
