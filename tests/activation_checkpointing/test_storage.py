@@ -11,6 +11,7 @@ from torch import nn
 
 from megazero import activation_checkpointing, comm, mpu
 from megazero.activation_checkpointing import ActivationCheckpointer, CheckpointSettings
+from megazero.nvme import PAGE
 from tests.activation_checkpointing.blocks import Block, assert_same, plainly, run
 from tests.ranks import run_ranks
 
@@ -203,6 +204,13 @@ def test_contiguous_checkpoints_lie_in_one_storage_that_is_used_again(one_rank):
         assert ours.storage.kept_bytes == 0
         del buffers, arena
     assert not ours.storage._arenas, "the storage goes with the last of what lies in it, though y keeps the graph"
+
+
+def test_places_on_a_drive_are_used_again(one_rank):
+    ours, x = checkpointer("on nvme"), torch.ones(5, requires_grad=True)
+    for _ in range(5):
+        ours.checkpoint(torch.sin, x).sum().backward()
+    assert ours.storage._swap.nbytes < 5 * PAGE
 
 
 def test_reset_makes_room_for_a_forward_after_one_without_backward(one_rank):
