@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -84,9 +83,11 @@ class SignatureFiles:
         view = rows.view(np.uint8).data
         for number, start, stop in self._by_file(unique):
             places = (unique[start:stop] - self.firsts[number]) * size
-            with open(self.paths[number], "rb", buffering=0) as file:
+            # Buffered: a mount may give less than it is asked for.
+            with open(self.paths[number], "rb", buffering=size) as file:
                 for row, place in enumerate(places.tolist(), start):
-                    if os.preadv(file.fileno(), [view[row * size : (row + 1) * size]], place) != size:
+                    file.seek(place)
+                    if file.readinto(view[row * size : (row + 1) * size]) != size:
                         raise ValueError(f"{self.paths[number]} has become shorter while it was read")
         return rows[inverse]
 
@@ -95,11 +96,10 @@ class SignatureFiles:
         order = np.argsort(documents, kind="stable")
         ids = [""] * len(documents)
         for number, start, stop in self._by_file(documents[order]):
-            with open(ids_path(self.paths[number]), "rb", buffering=0) as file:
+            with open(ids_path(self.paths[number]), "rb") as file:
                 for place in order[start:stop].tolist():
-                    row = rows[place]
-                    content = os.pread(file.fileno(), int(row["id_bytes"]), int(row["id_start"]))
-                    ids[place] = content.decode("utf-8", "surrogatepass")
+                    file.seek(int(rows[place]["id_start"]))
+                    ids[place] = file.read(int(rows[place]["id_bytes"])).decode("utf-8", "surrogatepass")
         return ids
 
     def _by_file(self, documents: Documents) -> Iterator[tuple[int, int, int]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import os
 import re
 import shutil
 
 import pytest
 
-from data_tools import dedup, dedup_signing, done_marker
+from data_tools import dedup, dedup_signatures, dedup_signing, done_marker
 from tests.data_tools.planted import planted_documents, score
 from tests.data_tools.steps import read_documents, run_step
 from tests.data_tools.test_dedup_minhash import jaccard
@@ -98,6 +100,25 @@ def test_output_does_not_depend_on_workers_blocks_or_memory(planted, tmp_path, f
 
 def signature_times(folder):
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.signatures")}
+
+
+def test_reads_may_give_less_than_they_were_asked_for(planted, tmp_path, monkeypatch):
+    """As on a FUSE mount with direct_io; seven bytes at a time here."""
+
+    class Short(io.FileIO):
+        def readinto(self, buffer):
+            return super().readinto(memoryview(buffer)[:7])
+
+    def open_short(path, mode, buffering=io.DEFAULT_BUFFER_SIZE):
+        return io.BufferedReader(Short(path), buffering) if buffering else Short(path)
+
+    preadv, pread = os.preadv, os.pread
+    monkeypatch.setattr(os, "preadv", lambda file, views, place: preadv(file, [view[:7] for view in views], place))
+    monkeypatch.setattr(os, "pread", lambda file, size, place: pread(file, min(size, 7), place))
+    monkeypatch.setattr(dedup_signatures, "open", open_short, raising=False)
+    _, paths, out, statistics = planted
+    assert deduplicate(paths, tmp_path / "out", "--workers", "1")["dropped"] == statistics["dropped"]
+    assert dropped(tmp_path / "out" / "c.jsonl") == dropped(out / "c.jsonl")
 
 
 def test_finished_work_is_not_done_again(tmp_path):
