@@ -101,7 +101,7 @@ class GPT2BPETokenizer(Tokenizer):
         if self.eod in self.encode_array(END_OF_TEXT):
             raise ValueError(
                 f"tiktoken {tiktoken.__version__} takes a {END_OF_TEXT} in a document for its end, so that whoever writes one "
-                "cuts it in two. Install a later one: pip install 'tiktoken>=0.11'."
+                "cuts it in two. Install a later one: pip install 'tiktoken>=0.13'."
             )
         # Ids give the order of merges too, so tokens and ids are the whole definition.
         entries = sorted((i, token.hex()) for token, i in ranks.items())

@@ -52,7 +52,7 @@ def test_a_tiktoken_that_ends_documents_at_their_own_words_is_refused(tmp_path, 
 
     monkeypatch.setattr(tiktoken.Encoding, "encode_to_numpy", as_before_0_11)
     with pytest.raises(
-        ValueError, match=r"takes a <\|endoftext\|> in a document for its end.*pip install 'tiktoken>=0.11'"
+        ValueError, match=r"takes a <\|endoftext\|> in a document for its end.*pip install 'tiktoken>=0.13'"
     ):
         build_tokenizer("GPT2BPETokenizer", tokenizer_path=folder)
 
