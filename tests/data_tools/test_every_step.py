@@ -167,7 +167,7 @@ PARALLEL = [step for step in TEXT_STEPS if step != "train_tokenizer"]
 @pytest.mark.parametrize("victim", ["worker", "run"])
 @pytest.mark.parametrize("step", PARALLEL)
 def test_a_kill_costs_nothing(folder, step, victim):
-    lines = lines_of(step, 400_000 if step == "filter_urls" else 60_000)
+    lines = lines_of(step, 400_000 if step in ("filter_urls", "merge") else 60_000)
     case = prepare(step, folder, lines)
     work = ["--max-line-mb", 1] if step == "tokenize" else ["--max-line-mb", 1, "--block-kb", 64]
     command = [sys.executable, "-m", "data_tools", step, *case.argv(*work, "--workers", 2)]
