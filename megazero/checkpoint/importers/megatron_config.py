@@ -23,7 +23,7 @@ _SHOWN = {WORD_EMBEDDINGS: 2, _POSITIONS: 2, _QKV: 1, _MLP: 1}  # parameters tha
 _SAME = "make_vocab_size_divisible_by attention_dropout hidden_dropout init_method_std layernorm_epsilon".split()
 # Arguments that change what is computed, where no name and no shape of the weights shows it; and the values that do not.
 _REFUSED = "apply_residual_connection_post_layernorm apply_layernorm_1p squared_relu window_size softmax_type".split()
-_AS_OURS = (None, False, "vanilla")
+_AS_OURS = (None, False, "vanilla", (-1, -1))  # a window without ends
 
 
 def megatron_config(

@@ -585,7 +585,7 @@ def test_only_models_before_megatron_core_read_openai_gelu(saved, tmp_path, capl
 )
 def test_what_no_shape_shows_and_this_model_does_not_compute_is_refused(saved, tmp_path, flag, value):
     contents, _ = saved
-    contents[0]["args"] = args_of_v1(window_size=None, softmax_type="vanilla")
+    contents[0]["args"] = args_of_v1(window_size=(-1, -1), softmax_type="vanilla")
     read_megatron(save(tmp_path / "as ours", contents), vocab_size=131)
     contents[0]["args"] = args_of_v1(**{flag: value})
     with pytest.raises(ValueError, match=f"trained with --{flag.replace('_', '-')}, which"):
