@@ -21,11 +21,10 @@ from megazero.json_config.sections import (
 )
 from megazero.json_config.zero_section import OffloadOptimizerSection, OffloadParamSection, ZeroSection
 from megazero.json_source import DeepSpeedConfigError
-from megazero.optim.loss_scaler import PrecisionConfig
+from megazero.optim.loss_scaler import DTYPES, PrecisionConfig
 from megazero.zero.config import ZeroConfig
 from megazero.zero.residency import LIMIT_KEYS, GatherLimits
 
-_DTYPES = ("fp32", "fp16", "bf16")
 ZERO = "zero_optimization"  # the name of a section
 _LIMITS = {f"{ZERO}.{key}": field for field, key in LIMIT_KEYS.items()}  # the fields of GatherLimits, by key
 # The field of ZeroConfig that corresponds to a key. nvme_path and pin_memory are missing: they are keys of two sections.
@@ -106,10 +105,10 @@ class JsonConfig:
         None,
         OBEYED,
         "of gradients on the wire: fp32 or the compute dtype; null: that in which they accumulate",
-        choices=_DTYPES,
+        choices=tuple(DTYPES),
     )
     seq_parallel_communication_data_type: str | None = key(
-        "fp32", NO_EFFECT, "of DeepSpeed's sequence parallelism, which is not built", choices=_DTYPES
+        "fp32", NO_EFFECT, "of DeepSpeed's sequence parallelism, which is not built", choices=tuple(DTYPES)
     )
     zero_allow_untested_optimizer: bool = key(
         False,
@@ -171,7 +170,7 @@ class JsonConfig:
     def buffer_dtype(self) -> torch.dtype | None:
         """What the model's floating-point buffers are cast to; None: they keep their own dtypes."""
         name = self.data_types.buffer_dtype
-        return None if name is None else PrecisionConfig(fp16=name == "fp16", bf16=name == "bf16").dtype
+        return None if name is None else DTYPES[name]
 
     @property
     def idle(self) -> set[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from megazero.json_config.schema import ALWAYS, NO_EFFECT, OBEYED, REFUSED, key
 from megazero.json_source import DeepSpeedConfigError
 from megazero.nvme import AioConfig
+from megazero.optim.loss_scaler import DTYPES
 from megazero.optim.optimizers import optimizer_by_name
 from megazero.optim.schedules import scheduler_by_name
 
@@ -157,14 +158,12 @@ class DataTypesSection:
     """Dtypes that do not follow from fp16 and bf16."""
 
     grad_accum_dtype: str | None = key(
-        None, OBEYED, "of accumulated gradients: fp32 (default) or the compute dtype", choices=("fp32", "fp16", "bf16")
+        None, OBEYED, "of accumulated gradients: fp32 (default) or the compute dtype", choices=tuple(DTYPES)
     )
-    param_dtype: str | None = key(
-        None, OBEYED, "null, or that which fp16 and bf16 say: a check", choices=("fp32", "fp16", "bf16")
-    )
+    param_dtype: str | None = key(None, OBEYED, "null, or that which fp16 and bf16 say: a check", choices=tuple(DTYPES))
     buffer_dtype: str | None = key(
         None,
         OBEYED,
         "of floating-point buffers; null: each keeps its own, while BatchNorm needs the compute dtype",
-        choices=("fp32", "fp16", "bf16"),
+        choices=tuple(DTYPES),
     )

@@ -79,10 +79,7 @@ class _Pool:
                 process = context.Process(target=_work, args=(there, function), daemon=True)
                 try:
                     process.start()
-                except (
-                    EOFError,
-                    ConnectionError,
-                ) as gone:  # the server of processes runs the main script, from 3.14 on
+                except (EOFError, ConnectionError) as gone:  # the server's, which runs the main script from 3.14 on
                     raise RuntimeError(_UNGUARDED) from gone
                 there.close()  # the worker's copy is now the only one, so its death closes the pipe
                 self._processes.append(process)
