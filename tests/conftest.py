@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,6 +51,19 @@ def one_rank() -> Iterator[None]:
     yield
     mpu.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def mapped_files_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file can be removed while this process maps it, as on SMB shares."""
+    unlink = os.unlink
+
+    def unlink_unmapped(path, **options) -> None:
+        if os.path.isabs(path) and str(path) in Path("/proc/self/maps").read_text():
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink_unmapped)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from megazero.job import build_job, setup_distributed
 from pretrain_gpt2 import forward_step, make_model
 from tests.model.plain_gpt2 import PlainGPT2
 from tests.ranks import run_ranks
-from tests.tiny import run_job
+from tests.tiny import logged, run_job
 
 STEPS, LAYERS, LENGTH, MICRO, GLOBAL_BATCH = 8, 3, 20, 2, 8
 SEEDS = (77, 78)
@@ -48,7 +48,7 @@ def train(corpus: list[str], save: Path, ranks: int, *more: str) -> Learned:
     """By pretrain_gpt2.py, which saves at its end."""
     done = run_job([*MODEL, *FLAGS, *corpus, "--save", str(save), *more], ranks)
     assert done.returncode == 0, done.stdout
-    lines = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    lines = logged(save)
     weights = get_fp32_state_dict_from_zero_checkpoint(save)
     return [line["loss"] for line in lines], [line["grad_norm"] for line in lines], dict(weights)
 

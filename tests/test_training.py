@@ -38,7 +38,7 @@ from megazero.timers import Timers
 from megazero.training import _evaluating, _raise_not_finite
 from tests.ranks import run_ranks, run_script
 from tests.test_runner import ends_within
-from tests.tiny import TINY_MODEL, launch_job, make_texts, make_vocabulary, run_command, run_job
+from tests.tiny import TINY_MODEL, launch_job, logged, make_texts, make_vocabulary, run_command, run_job
 
 ROOT = Path(__file__).parent.parent
 
@@ -73,8 +73,7 @@ def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
     losses = metrics(tmp_path)
     assert losses[60] < 0.8 * losses[10]
     assert set(metrics(tmp_path, "valid")) == {30, 60} and set(metrics(tmp_path, "test")) == {60}
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    tokens = [line["tokens_per_s"] * line["step_s"] for line in lines if line["section"] == "train"]
+    tokens = [line["tokens_per_s"] * line["step_s"] for line in logged(tmp_path) if line["section"] == "train"]
     assert tokens == pytest.approx([2 * 2 * 32] * 6), "of a step, in each interval"
     first = re.search(r"training loss +([\d.]+) at the first step", done.stdout)
     assert first and float(first[1]) > losses[10], "the mean of the first ten"
@@ -1112,7 +1111,7 @@ def test_an_evaluation_that_is_repeated_replaces_its_line(tmp_path):
             metrics.write(iteration, {"loss": 8.0}, "train")
         for section in ("valid", "test"):
             metrics.write(2, {"loss": 7.0 - start}, section)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = logged(tmp_path)
     want = [(1, "train", 8.0), (2, "train", 8.0), (2, "valid", 5.0), (2, "test", 5.0)]
     assert [(line["iteration"], line["section"], line["loss"]) for line in lines] == want
     assert lines == metrics.lines

@@ -24,7 +24,7 @@ from megazero.zero import ReleasedParameter
 from megazero.zero.memory import memory_rows
 from pretrain_gpt2 import forward_step, make_model
 from tests.ranks import run_ranks
-from tests.tiny import TINY_MODEL, run_job
+from tests.tiny import TINY_MODEL, logged, run_job
 
 STAGES = (0, 1, 2, 3)
 Weights = dict[str, torch.Tensor]
@@ -231,7 +231,7 @@ def test_a_run_goes_on_under_another_stage_and_tensor_parallel_size(corpus, tmp_
     assert "stage 3: all model states are sharded over 2 data-parallel ranks" in first.stdout
     second = run_job([*flags, "--zero-stage", "1", "--model-parallel-size", "2"], 2)
     assert second.returncode == 0 and "continuing after iteration 5" in second.stdout, second.stdout
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = logged(tmp_path)
     assert [line["iteration"] for line in lines] == list(range(1, 11))
     torch.testing.assert_close([line["loss"] for line in lines], want, rtol=1e-4, atol=1e-4)
     check_memory_tables(first.stdout)

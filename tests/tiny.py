@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.sidecar import Sidecar, write_sidecar
@@ -50,6 +52,11 @@ def make_corpus(folder: Path) -> list[str]:
     sidecar = Sidecar(tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod, len(texts), tokens)
     write_sidecar(prefix, sidecar)
     return ["--train-data", str(prefix), "--tokenizer-path", str(vocabulary), "--split", "8,1,1"]
+
+
+def logged(save: Path) -> list[dict[str, Any]]:
+    """The lines of a job's metrics.jsonl."""
+    return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
 
 
 def run_job(arguments: list[str], world_size: int) -> subprocess.CompletedProcess[str]:

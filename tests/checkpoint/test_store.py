@@ -645,19 +645,19 @@ def test_momenta_that_the_schedule_does_not_drive_are_those_of_this_run(world, t
     assert other.get_lr() == engine.get_lr() != [0.1]
 
 
+def scheduled(schedule) -> Engine:
+    model = nn.Linear(3, 3)
+    settings = weight_decay_groups(model, 0.0)
+    groups = mpu.get_groups() if mpu.model_parallel_is_initialized() else mpu.initialize_model_parallel(1)
+    return Engine(model, groups, lambda g: torch.optim.SGD(g, lr=0.1), *settings, lr_scheduler=schedule)
+
+
 def test_a_schedule_of_another_kind_is_refused_by_torchs_too(world, tmp_path):
     """`load_state_dict` of torch's takes whatever it gets, and would begin anew."""
-
-    def build(schedule) -> Engine:
-        model = nn.Linear(3, 3)
-        settings = weight_decay_groups(model, 0.0)
-        groups = mpu.get_groups() if mpu.model_parallel_is_initialized() else mpu.initialize_model_parallel(1)
-        return Engine(model, groups, lambda g: torch.optim.SGD(g, lr=0.1), *settings, lr_scheduler=schedule)
-
-    engine = build(partial(AnnealingLR, config=LRScheduleConfig(lr=0.1), train_iters=10))
+    engine = scheduled(partial(AnnealingLR, config=LRScheduleConfig(lr=0.1), train_iters=10))
     one_step(engine)
     engine.save_checkpoint(str(tmp_path))
-    other = build(lambda optimizer: lr_scheduler.StepLR(optimizer.torch_optimizer, 10))
+    other = scheduled(lambda optimizer: lr_scheduler.StepLR(optimizer.torch_optimizer, 10))
     with pytest.raises(
         ValueError, match="(?s)by this run's StepLR: .* has num_steps. Use .*load_lr_scheduler_states=F"
     ):
@@ -666,21 +666,15 @@ def test_a_schedule_of_another_kind_is_refused_by_torchs_too(world, tmp_path):
 
 
 def test_a_schedule_on_one_side_only_is_told(world, tmp_path, caplog):
-    def build(schedule) -> Engine:
-        model = nn.Linear(3, 3)
-        settings = weight_decay_groups(model, 0.0)
-        groups = mpu.get_groups() if mpu.model_parallel_is_initialized() else mpu.initialize_model_parallel(1)
-        return Engine(model, groups, lambda g: torch.optim.SGD(g, lr=0.1), *settings, lr_scheduler=schedule)
-
     for tag, schedule in (("without", None), ("with", Scheduler)):
-        engine = build(schedule)
+        engine = scheduled(schedule)
         one_step(engine)
         engine.save_checkpoint(str(tmp_path), tag=tag)
-        build(schedule).load_checkpoint(str(tmp_path))
-    build(Scheduler).load_checkpoint(str(tmp_path), "without", load_lr_scheduler_states=False)
+        scheduled(schedule).load_checkpoint(str(tmp_path))
+    scheduled(Scheduler).load_checkpoint(str(tmp_path), "without", load_lr_scheduler_states=False)
     assert "schedule" not in caplog.text
-    build(Scheduler).load_checkpoint(str(tmp_path), "without")
-    build(None).load_checkpoint(str(tmp_path), "with")
+    scheduled(Scheduler).load_checkpoint(str(tmp_path), "without")
+    scheduled(None).load_checkpoint(str(tmp_path), "with")
     assert caplog.messages == [
         f"the learning-rate schedule starts anew: {tmp_path}/without was saved without one",
         f"the learning-rate schedule is not continued, as this run has none: {tmp_path}/with was saved with one",

@@ -169,15 +169,7 @@ def test_an_empty_file_among_others_is_named(tmp_path, tokenizer, caplog):
     assert "b.jsonl.gz is empty" in caplog.text
 
 
-def test_nothing_is_removed_while_it_is_mapped_which_smb_shares_refuse(tmp_path, tokenizer, monkeypatch):
-    unlink = os.unlink
-
-    def unlink_unmapped(path, **options):
-        if os.path.isabs(path) and str(path) in Path("/proc/self/maps").read_text():
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
-        unlink(path, **options)
-
-    monkeypatch.setattr(os, "unlink", unlink_unmapped)
+def test_nothing_is_removed_while_it_is_mapped_which_smb_shares_refuse(tmp_path, tokenizer, mapped_files_stay):
     write_jsonl(tmp_path / "a.jsonl", make_texts(3))
     tokenize_json([tmp_path / "a.jsonl"], tmp_path / "p", tokenizer, options=SMALL)
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "p.bin", "p.idx", "p.json"]

@@ -1,7 +1,6 @@
 """Megatron-LM's checkpoints, as its first release and its later ones write them: cut and ordered here without megazero's code."""
 
 import argparse
-import json
 import logging
 import random
 import sys
@@ -20,7 +19,7 @@ from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from tests.checkpoint.importers.torch_dist_files import write_torch_dist
 from tests.model.plain_gpt2 import PlainGPT2, random_tokens, randomize
-from tests.tiny import TINY_MODEL, run_job
+from tests.tiny import TINY_MODEL, logged, run_job
 
 CONFIG = GPT2Config(
     num_layers=2,
@@ -681,12 +680,7 @@ def test_the_job_goes_on_where_a_run_of_megatron_was_bit_for_bit(corpus, tmp_pat
     assert rest.returncode == 0 and "the checkpoint was imported: the samples after its 12 are" in rest.stdout, (
         rest.stdout
     )
-    wanted = [line for line in lines_of(tmp_path / "whole") if line["iteration"] > 3]
-    found = lines_of(tmp_path / "rest")
+    wanted = [line for line in logged(tmp_path / "whole") if line["section"] == "train" and line["iteration"] > 3]
+    found = [line for line in logged(tmp_path / "rest") if line["section"] == "train"]
     for key in ("iteration", "lr", "loss", "grad_norm"):
         assert [line[key] for line in found] == [line[key] for line in wanted], key
-
-
-def lines_of(folder):
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["section"] == "train"]
