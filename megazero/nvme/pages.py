@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import weakref
 from contextlib import suppress
 
@@ -16,6 +17,14 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for the devices of all context
 
 class _Pages(mmap.mmap):
     """A mapping whose finalizers run before it is unmapped; those of `mmap.mmap` itself run afterwards."""
+
+
+_mapped: weakref.WeakSet[_Pages] = weakref.WeakSet()
+_of_the_parent: list[_Pages] = []
+
+# A forked child (a worker of a DataLoader) lacks the pages and may have memory of its own at their addresses, so it keeps what it
+# inherits: its collector would unmap that memory with them.
+os.register_at_fork(after_in_child=lambda: _of_the_parent.extend(_mapped))
 
 
 def padded(nbytes: int) -> int:
@@ -99,6 +108,7 @@ def _map(nbytes: int, pin: bool) -> _Pages:
     if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer faults, and fewer misses of the translation cache
         with suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
+    _mapped.add(pages)
     if pin and torch.cuda.is_available():
         _fault_in(pages)
         _pin(pages)

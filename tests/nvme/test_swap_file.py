@@ -403,6 +403,7 @@ def in_child(work, *args):
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
+    sender.close()  # so that a child that dies is not waited for
     assert receiver.poll(60)
     told = receiver.recv()
     process.join()
@@ -432,6 +433,24 @@ def is_mapped(address):
 def test_a_forked_child_has_none_of_the_pages_that_a_drive_may_be_reading_into():
     buffer = aligned_empty(PAGE)
     assert is_mapped(buffer.data_ptr()) and not in_child(is_mapped, buffer.data_ptr())
+
+
+def fill_and_collect(nbytes):
+    """Whether memory that is filled, at the addresses that are free, is still there after a collection."""
+    own = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(4)]
+    gc.collect()
+    return all(bool(x.all()) for x in own)
+
+
+def test_a_forked_child_that_drops_pages_of_its_parent_keeps_its_own_memory():
+    gc.disable()
+    try:
+        cycle = [aligned_empty(64 << 20)]
+        cycle.append(cycle)
+        del cycle  # left to the collector of the child
+        assert in_child(fill_and_collect, 16 << 20)
+    finally:
+        gc.enable()
 
 
 def test_a_read_only_folder_is_refused():
@@ -466,6 +485,7 @@ def test_a_killed_process_leaves_nothing_and_takes_nothing_of_others(tmp_path, h
             target=swap_until_killed, args=(tmp_path, sender, has_o_tmpfile)
         )
         process.start()
+        sender.close()
         assert receiver.poll(60)
         theirs = os.stat(f"/proc/{process.pid}/fd/{receiver.recv()}")
         assert (
