@@ -65,7 +65,7 @@ WITH_VALUE = {"--zero-allgather-bucket-size"}  # the ones that take a value
 
 _NOT_GPT2 = "the model is GPT-2's: learned positions, layer norm, GELU, biases and a tied head"
 _PROFILE = "use --profile-steps FIRST-LAST, which traces these iterations by torch.profiler"
-_WARMUP = "use --lr-warmup-iters, or --warmup, a fraction of --train-iters"
+_WARMUP = "use --lr-warmup-iters, or --warmup, a fraction of --lr-decay-iters"
 _ITERATIONS = "runs are counted in iterations: --train-iters, --lr-decay-iters, --lr-warmup-iters"
 _RECOMPUTED_TOGETHER = (
     "use --checkpoint-activations, with --checkpoint-num-layers for blocks that are recomputed together"

@@ -38,7 +38,7 @@ MODEL = f"""--num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --seq
 FLAGS = f"""--attention-dropout 0 --hidden-dropout 0 --num-workers 0 --eval-iters 0 --log-interval 1
     --batch-size {MICRO} --global-batch-size {GLOBAL_BATCH} --clip-grad {CLIP} --weight-decay {DECAY}
     --adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --adam-eps {EPS} --lr {RATE} --min-lr {LEAST_RATE}
-    --lr-decay-style cosine --lr-decay-iters {DECAY_ITERS} --warmup {WARMUP / STEPS} --train-iters {STEPS}""".split()
+    --lr-decay-style cosine --lr-decay-iters {DECAY_ITERS} --warmup {WARMUP / DECAY_ITERS} --train-iters {STEPS}""".split()
 
 
 Learned = tuple[list[float], list[float], dict[str, Tensor]]  # loss and gradient norm of each step; weights at the end

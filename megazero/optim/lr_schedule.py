@@ -15,7 +15,7 @@ class LRScheduleConfig:
     """Warm-up and decay of the learning rate, counted in iterations (Megatron-LM's AnnealingLR)."""
 
     lr: float = option(1e-4, "peak learning rate", at_least=0)
-    warmup: float = option(0.01, "fraction of --train-iters over which the learning rate rises linearly from 0")
+    warmup: float = option(0.01, "fraction of --lr-decay-iters over which the learning rate rises linearly from 0")
     lr_warmup_iters: int | None = option(None, "warm-up in iterations; overrides --warmup", at_least=0)
     lr_decay_iters: int | None = option(None, "iterations of the decay (default: --train-iters)", at_least=1)
     lr_decay_style: str = option(
@@ -34,7 +34,7 @@ class LRScheduleConfig:
     def __post_init__(self) -> None:
         check_options(self)
         if not 0 <= self.warmup <= 1:
-            raise ValueError(f"--warmup is a fraction of --train-iters between 0 and 1, got {self.warmup}.")
+            raise ValueError(f"--warmup is a fraction of --lr-decay-iters between 0 and 1, got {self.warmup}.")
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"--min-lr must lie between 0 and --lr={self.lr}, got {self.min_lr}.")
         iters = self.lr_wsd_decay_iters
@@ -48,9 +48,13 @@ class LRScheduleConfig:
                 f"--lr-wsd-decay-style {self.lr_wsd_decay_style} is for --lr-decay-style WSD, got {self.lr_decay_style}. Drop it."
             )
 
+    def decay_iters(self, train_iters: int) -> int:
+        """Iterations of the decay."""
+        return self.lr_decay_iters or train_iters
+
     def warmup_iters(self, train_iters: int) -> float:
         """Iterations of the warm-up, of which the last may be a part of one."""
-        return self.warmup * train_iters if self.lr_warmup_iters is None else self.lr_warmup_iters
+        return self.warmup * self.decay_iters(train_iters) if self.lr_warmup_iters is None else self.lr_warmup_iters
 
     def check_length(self, train_iters: int) -> None:
         """Checks that WSD's decay fits behind the warm-up.
@@ -58,13 +62,11 @@ class LRScheduleConfig:
         Raises:
             ValueError: it does not.
         """
-        iters, warmup = self.lr_wsd_decay_iters, self.warmup_iters(train_iters)
-        decay = self.lr_decay_iters or train_iters
+        iters, warmup, decay = self.lr_wsd_decay_iters, self.warmup_iters(train_iters), self.decay_iters(train_iters)
         if iters is not None and warmup + iters > decay:
             raise ValueError(
                 f"--lr-wsd-decay-iters {iters} and a warm-up of {warmup:g} iterations (--lr-warmup-iters, else --warmup "
-                f"{self.warmup} of {train_iters}) do not fit into {decay} (--lr-decay-iters, else --train-iters). Shorten one of "
-                "them."
+                f"{self.warmup} of {decay}) do not fit into {decay} (--lr-decay-iters, else --train-iters). Shorten one of them."
             )
 
 
@@ -90,7 +92,7 @@ class AnnealingLR(LRSchedule):
     def __init__(self, optimizer: Any, config: LRScheduleConfig, train_iters: int) -> None:
         self.config = config
         self.warmup_iters = config.warmup_iters(train_iters)
-        self.decay_iters = config.lr_decay_iters or train_iters
+        self.decay_iters = config.decay_iters(train_iters)
         super().__init__(optimizer)
 
     def lr_at(self, num_steps: int) -> float:

@@ -28,6 +28,11 @@ def test_warmup_is_linear_from_zero():
     assert rates(schedule(warmup=0.04), 5) == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
+def test_warmup_is_a_fraction_of_the_decay_as_in_megatron_lm():
+    assert rates(schedule(warmup=0.25, lr_decay_iters=16), 5) == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert rates(schedule(warmup=0.25, lr_decay_iters=400), 101) == [n / 100 for n in range(101)]
+
+
 def test_warmup_in_iterations_takes_the_place_of_the_fraction():
     got = rates(schedule(lr_warmup_iters=4), 6)
     assert got[:5] == [0.0, 0.25, 0.5, 0.75, 1.0] and got == rates(schedule(warmup=0.04), 6)
