@@ -113,7 +113,6 @@ REFUSED = {
     "--untie-embeddings-and-output-weights": _NOT_GPT2,
     "--kv-channels": "heads are as wide as --hidden-size / --num-attention-heads",
     "--encoder-seq-length": "use --seq-length",
-    "--lr-warmup-fraction": _WARMUP,
     "--lr-warmup-samples": _WARMUP,
     "--train-samples": _ITERATIONS,
     "--lr-decay-samples": _ITERATIONS,

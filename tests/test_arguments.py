@@ -103,9 +103,9 @@ def test_flags_that_cannot_apply_are_refused_with_the_reason(flag):
 
 def test_all_flags_that_cannot_apply_are_named_at_once():
     with pytest.raises(
-        ValueError, match="^--lr-warmup-fraction does not .* use --lr-warmup-iters.* --num-experts does not"
+        ValueError, match="^--lr-warmup-samples does not .* use --lr-warmup-iters.* --num-experts does not"
     ):
-        load_config(["--lr-warmup-fraction", "0.1", "--num-experts=8", "--num-layers", "2"])
+        load_config(["--lr-warmup-samples", "100", "--num-experts=8", "--num-layers", "2"])
 
 
 @pytest.mark.parametrize("flag", sorted(AS_IT_IS))
@@ -123,6 +123,7 @@ def test_a_value_that_asks_for_what_is_so_anyway_is_accepted_and_another_refused
         ("--data-path 0.3 a 0.7 b", "--train-data 0.3 a 0.7 b"),
         ("--ffn-hidden-size 72", "--intermediate-size 72"),
         ("--norm-epsilon 1e-6", "--layernorm-epsilon 1e-6"),
+        ("--lr-warmup-fraction 0.1", "--warmup 0.1"),
         ("--fp16 --min-loss-scale 8", "--fp16 --min-scale 8"),
         ("--tensor-model-parallel-size 2", "--model-parallel-size 2"),
         (

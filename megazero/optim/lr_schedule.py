@@ -15,7 +15,11 @@ class LRScheduleConfig:
     """Warm-up and decay of the learning rate, counted in iterations (Megatron-LM's AnnealingLR)."""
 
     lr: float = option(1e-4, "peak learning rate", at_least=0)
-    warmup: float = option(0.01, "fraction of --lr-decay-iters over which the learning rate rises linearly from 0")
+    warmup: float = option(
+        0.01,
+        "fraction of --lr-decay-iters over which the learning rate rises linearly from 0",
+        aliases=("--lr-warmup-fraction",),
+    )
     lr_warmup_iters: int | None = option(None, "warm-up in iterations; overrides --warmup", at_least=0)
     lr_decay_iters: int | None = option(None, "iterations of the decay (default: --train-iters)", at_least=1)
     lr_decay_style: str = option(
