@@ -13,6 +13,7 @@ _ATTENTION = (
 _NO_PIPELINES = "there are no pipelines; --model-parallel-size and --zero-stage 3 split what is too large"
 _ONE_ENGINE = "there is one implementation"
 _UNSCALED = "softmax is in fp32 without it"
+_GARBAGE = "Python's garbage collector is left alone"
 
 # Flags of Megatron-LM's first GPT-2 trainer and of later ones that ask for what always happens here. Accepted.
 ALWAYS_SO = {
@@ -44,12 +45,18 @@ ALWAYS_SO = {
     "--log-validation-ppl-to-tensorboard": _ALWAYS_LOGGED,
 }
 
-# Flags of the ZeRO-3 examples and of later Megatron-LM versions that tune what is done another way here. Accepted, and named in
-# the log.
+# Flags of the ZeRO-3 examples and of later Megatron-LM versions that tune what is done another way here, or its log. Accepted,
+# and named in the log.
 NO_EFFECT = {
     "--zero-allgather-bucket-size": "buffers are sized by the model's units",
     "--scattered-embeddings": "--sequence-parallel keeps a part of every sequence on each rank, embeddings included",
     "--split-transformers": "--recompute selective keeps less of a block without a second checkpoint in it",
+    "--tensorboard-queue-size": "what a log line has is written at once",
+    "--log-batch-size-to-tensorboard": "the log has the batch at the start",
+    "--timing-log-level": "the same phases are always timed",
+    "--no-async-tensor-model-parallel-allreduce": "the sums are the same, hidden behind other work or not",
+    "--manual-gc": _GARBAGE,
+    "--manual-gc-interval": _GARBAGE,
     **dict.fromkeys(
         (
             "--no-masked-softmax-fusion",
@@ -61,7 +68,12 @@ NO_EFFECT = {
         "no kernel of this project's own is fused; --compile fuses what it can",
     ),
 }
-WITH_VALUE = {"--zero-allgather-bucket-size"}  # the ones that take a value
+WITH_VALUE = {  # the ones that take a value
+    "--zero-allgather-bucket-size",
+    "--tensorboard-queue-size",
+    "--timing-log-level",
+    "--manual-gc-interval",
+}
 
 _NOT_GPT2 = "the model is GPT-2's: learned positions, layer norm, GELU, biases and a tied head"
 _PROFILE = "use --profile-steps FIRST-LAST, which traces these iterations by torch.profiler"
@@ -114,8 +126,11 @@ REFUSED = {
     "--kv-channels": "heads are as wide as --hidden-size / --num-attention-heads",
     "--encoder-seq-length": "use --seq-length",
     "--lr-warmup-samples": _WARMUP,
+    "--lr-warmup-tokens": _WARMUP,
     "--train-samples": _ITERATIONS,
+    "--train-tokens": _ITERATIONS,
     "--lr-decay-samples": _ITERATIONS,
+    "--lr-decay-tokens": _ITERATIONS,
     "--recompute-granularity": "use --recompute selective or --recompute full",
     "--recompute-activations": "use --recompute selective",
     "--recompute-method": _RECOMPUTED_TOGETHER,

@@ -15,7 +15,7 @@ import pytest
 
 from megazero.arguments import CPU_OPTIMIZER, load_config, make_parser
 from megazero.config import Config
-from megazero.foreign_flags import ALWAYS_SO, AS_IT_IS, REFUSED
+from megazero.foreign_flags import ALWAYS_SO, AS_IT_IS, NO_EFFECT, REFUSED, WITH_VALUE
 from megazero.inference import InferenceConfig
 from megazero.zero.config import ZeroConfig
 
@@ -225,6 +225,16 @@ def test_the_flags_of_the_zero3_example_are_understood(caplog):
     assert config.model.tile_factor == 2
     assert "these flags change nothing here: --zero-allgather-bucket-size (buffers are sized" in caplog.text
     assert "--split-transformers (" in caplog.text and "--zero-reduce-scatter" not in caplog.text
+
+
+def test_flags_that_tune_the_log_and_kernels_of_later_megatrons_change_nothing_and_are_named(caplog):
+    caplog.set_level(logging.INFO, logger="megazero")
+    flags = [[flag] + ["5"] * (flag in WITH_VALUE) for flag in NO_EFFECT]
+    assert load_config(sum(flags, [])) == load_config([])
+    assert all(f"{flag} ({why})" in caplog.text for flag, why in NO_EFFECT.items())
+    megatrons = "--tensorboard-queue-size 5 --timing-log-level 2 --manual-gc --manual-gc-interval 10"
+    megatrons += " --log-batch-size-to-tensorboard --no-async-tensor-model-parallel-allreduce"
+    assert load_config(megatrons.split()) == load_config([])
 
 
 @pytest.mark.parametrize(
