@@ -445,6 +445,11 @@ class Engine:
         """Sets the module's evaluation mode."""
         return self.train(False)
 
+    def to(self, *args: Any, **kwargs: Any) -> Engine:
+        """The module's `to`, for what is so anyway: the engine has put the parameters where they are."""
+        self.module.to(*args, **kwargs)
+        return self
+
     def __getattr__(self, name: str) -> Any:
         """Falls through to the module, so that the engine stands in for it."""
         if name == "module":  # not set yet, because __init__ failed earlier
