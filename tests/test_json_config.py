@@ -167,6 +167,11 @@ def test_the_tutorials_misspellings_are_understood_with_one_warning(name, caplog
     assert len(caplog.records) == 1 and "stage3_param_persistence_threshold" in caplog.text
 
 
+def test_the_offload_tutorials_comm_overlap_is_overlap_comm(caplog):
+    assert not zero(stage=2, comm_overlap=False).zero_optimization.overlap_comm
+    assert "comm_overlap is an old or misspelled name, read as overlap_comm" in caplog.text
+
+
 def test_the_stage3_prefix_may_be_left_out(caplog):
     names = ["prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters", "max_reuse_distance"]
     with_prefix = zero(stage=3, **{f"stage3_{name}": 7 for name in names}).zero_optimization

@@ -57,7 +57,9 @@ class ZeroSection:
     """Which model states are sharded, and how."""
 
     stage: int = key(0, OBEYED, "0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters", at_least=0, at_most=3)
-    overlap_comm: bool = key(True, OBEYED, "true at every stage (DeepSpeed: stage 3 only); the result is the same")
+    overlap_comm: bool = key(
+        True, OBEYED, "true at every stage (DeepSpeed: stage 3 only); the result is the same", old=("comm_overlap",)
+    )
     overlap_param_gather: bool = key(
         False,
         OBEYED,
