@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, is_dataclass
 from typing import Any, TypeVar
 
-from megazero.json_config.schema import ALWAYS, AUTO, REFUSED, default_of, join, keys, show
+from megazero.json_config.schema import ALWAYS, AUTO, REFUSED, default_of, every_key, join, keys, show
 from megazero.json_source import DeepSpeedConfigError
 from megazero.option import did_you_mean
 
@@ -30,6 +30,7 @@ class Reader:
         self.warnings: list[str] = []
         self.given: set[str] = set()
         self.undecided: list[str] = []
+        self._paths: list[str] = []  # of all keys of the document
 
     def section(self, section: type[Section], given: Any, path: str) -> Section:
         """The section at `path`, checked.
@@ -48,16 +49,14 @@ class Reader:
         if not isinstance(given, Mapping):
             first, _ = next(keys(section))
             raise _wrong(path, f'an object such as {{"{first}": ...}}' if path else "an object", given)
+        if not path:
+            self._paths = [full for full, _ in every_key(section)]
         described, hints = _spellings(section), typing.get_type_hints(section)
         values: dict[str, Any] = {}
         spelled: dict[str, str] = {}
         for name, value in given.items():
             if name not in described:
-                known = [known for known, _ in keys(section)]
-                advice = did_you_mean(name, known)
-                if not path:  # only at top level does DeepSpeed ignore unknown keys
-                    advice += " If it is none of DeepSpeed's, drop it: DeepSpeed passes over such a key, silently."
-                raise DeepSpeedConfigError(f"Unknown key {join(path, name)}. {advice}")
+                raise DeepSpeedConfigError(f"Unknown key {join(path, name)}. {self._advice(name, section, path)}")
             current, f = described[name]
             if current in spelled:
                 raise DeepSpeedConfigError(
@@ -89,6 +88,16 @@ class Reader:
             raise DeepSpeedConfigError(
                 f'Nothing here decides what "auto" is for {", ".join(self.undecided)}{decided}. Give values, or drop these keys.'
             )
+
+    def _advice(self, name: str, section: type, path: str) -> str:
+        """What to do about a key that the section at `path` lacks."""
+        homes = [home for home, _, last in (full.rpartition(".") for full in self._paths) if last == name]
+        if len(homes) == 1:
+            return f"It is a key of {homes[0] or 'the top level'}: put it there, or drop it."
+        advice = did_you_mean(name, [known for known, _ in keys(section)])
+        if not path:  # only at top level does DeepSpeed ignore unknown keys
+            advice += " If it is none of DeepSpeed's, drop it: DeepSpeed passes over such a key, silently."
+        return advice
 
     def _convert(self, hint: Any, value: Any, path: str, f: Field) -> Any:
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
