@@ -539,6 +539,7 @@ def test_what_deepspeed_has_besides_is_an_error_that_says_what_to_do(one_rank):
         (deepspeed, "moe", r"initialize\(zero_units=\[...\]\)"),
         (deepspeed, "monitor", "the engine writes no metrics"),
         (deepspeed.utils, "set_z3_leaf_modules", r"initialize\(zero_units=\[...\]\)"),
+        (deepspeed, "runtime", r"see_memory_usage shows is get_accelerator\(\)"),
         (deepspeed.utils, "groups", "in megazero.mpu"),
         (deepspeed.utils, "no_such", "has no attribute 'no_such'$"),
         (deepspeed, "no_such", "has no attribute 'no_such'$"),
@@ -564,6 +565,7 @@ def test_a_name_that_is_imported_and_absent_is_an_error_that_says_what_to_do(mon
     for statement, words in (
         ("from megazero import PipelineModule, initialize", "pipeline parallelism is not built"),
         ("from megazero.utils import RepeatingLoader, logger", r"call iter\(loader\) again"),
+        ("from megazero.utils import logging", "the logger is megazero.utils.logger"),
         ("from megazero.mpu import set_model_parallel_rank", "no tool has to pretend one"),
         ("from megazero.utils import no_such", "cannot import name 'no_such'"),
     ):

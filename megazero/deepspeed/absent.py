@@ -12,8 +12,9 @@ _PROFILING = "torch.profiler measures time, and torch.utils.flop_counter.FlopCou
 _METRICS = "the engine writes no metrics. Log the loss, get_lr() and get_global_grad_norm() in the script"
 _WHOLE = "module_state_dict() is whole at every stage, whatever the configuration says"
 _RUNTIME = (
-    "ZeroParamStatus is in megazero.zero, zero_to_fp32 in megazero.utils, schedules are in megazero.optim.schedules, and "
-    "activation_checkpointing.checkpointing is megazero.checkpointing"
+    "ZeroParamStatus is in megazero.zero, zero_to_fp32 in megazero.utils, schedules are in megazero.optim.schedules, "
+    "activation_checkpointing.checkpointing is megazero.checkpointing, and what see_memory_usage shows is "
+    "get_accelerator().memory_allocated() and max_memory_allocated()"
 )
 
 OF_MODULE = {

@@ -1,6 +1,6 @@
 """DeepSpeed's `utils`: full values of sharded parameters, gradients and optimizer states, `zero_to_fp32`, and the logger."""
 
-import logging
+from logging import getLogger
 from typing import Any
 
 from megazero.missing_names import missing
@@ -20,7 +20,7 @@ from megazero.zero.access import (
     safe_set_local_optimizer_state,
 )
 
-logger = logging.getLogger("megazero")
+logger = getLogger("megazero")
 
 _UNITS = "initialize(zero_units=[...]) chooses what is gathered together"
 _ABSENT = {  # what DeepSpeed has and this has not: what to do instead
@@ -28,6 +28,7 @@ _ABSENT = {  # what DeepSpeed has and this has not: what to do instead
     "get_z3_leaf_modules": _UNITS,
     "groups": "the groups are in megazero.mpu, under Megatron-LM's names",
     "log_dist": 'use logging.getLogger("megazero")',
+    "logging": "the logger is megazero.utils.logger",
     "set_z3_leaf_module": _UNITS,
     "set_z3_leaf_modules": _UNITS,
     "unset_z3_leaf_modules": _UNITS,
