@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
@@ -182,6 +183,19 @@ def test_a_model_that_has_its_own_loss_needs_no_criterion(one_rank):
     assert math.isnan(trainer.states["metrics"]["test"]), "a small test set with drop_last has no batches"
     with pytest.raises(ValueError, match="with a length"):
         trainer.fit(iter(train), epochs=100)
+
+
+def test_the_loss_hook_keeps_no_loss_of_an_epoch_that_may_be_long():
+    hook, trainer, given = colossalai.LossHook(), SimpleNamespace(states={}), []
+    hook.before_train_epoch(trainer)
+    for i in range(300):
+        loss = torch.tensor(float(i))
+        hook.after_train_iter(trainer, None, None, loss)
+        given.append(ref(loss))
+    del loss
+    assert not any(loss() is not None for loss in given)
+    hook.after_train_epoch(trainer)
+    assert trainer.states["metrics"]["train"] == 149.5
 
 
 def test_the_schedule_hook_steps_by_batch_or_by_epoch(one_rank):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from megazero.compat.colossalai.reports import DistributedLogger
@@ -67,12 +66,14 @@ class LossHook(BaseHook):
         super().__init__(priority)
 
     def before_train_epoch(self, trainer: Trainer) -> None:
-        """Starts a new list of losses."""
-        self._losses: list[Tensor] = []
+        """Starts a new mean."""
+        self._sum: Tensor | float = 0.0  # fp64: of any number of batches
+        self._count = 0
 
     def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Tensor) -> None:
         """Adds a loss, without waiting for the device."""
-        self._losses.append(loss.float())
+        self._sum = self._sum + loss.double()
+        self._count += 1
 
     def after_train_epoch(self, trainer: Trainer) -> None:
         """Stores the mean loss."""
@@ -86,7 +87,7 @@ class LossHook(BaseHook):
         trainer.states.setdefault("metrics", {})["test"] = self._mean()
 
     def _mean(self) -> float:
-        return float(torch.stack(self._losses).mean()) if self._losses else math.nan
+        return float(self._sum) / self._count if self._count else math.nan
 
 
 class LRSchedulerHook(BaseHook):
