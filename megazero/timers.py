@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+MOST_KEPT = 1000  # phases that the device is done with, and whose events are not read yet
 
 
 class Timers:
@@ -15,7 +18,7 @@ class Timers:
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._seconds: dict[str, float] = {}
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -26,6 +29,8 @@ class Timers:
             yield
             stop.record()
             self._events.append((name, start, stop))
+            while len(self._events) > MOST_KEPT and self._events[0][-1].query():  # nobody may ever read them
+                self._read_event()
         else:
             begin = time.perf_counter()
             yield
@@ -39,8 +44,11 @@ class Timers:
         """Seconds by name since the last call. On CUDA it waits for the device."""
         if self._events:
             torch.cuda.synchronize()
-            for name, start, stop in self._events:
-                self.add(name, start.elapsed_time(stop) / 1e3)
-            self._events.clear()
+            while self._events:
+                self._read_event()
         seconds, self._seconds = self._seconds, {}
         return seconds
+
+    def _read_event(self) -> None:
+        name, start, stop = self._events.popleft()
+        self.add(name, start.elapsed_time(stop) / 1e3)

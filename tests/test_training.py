@@ -19,6 +19,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from megazero.metrics import MetricsWriter, plot_losses
 from megazero.out_of_memory import tells_out_of_memory
 from megazero.reporting import metrics_writer, summary
 from megazero.stop_signal import StopSignal
-from megazero.timers import Timers
+from megazero.timers import MOST_KEPT, Timers
 from megazero.training import _evaluating, _raise_not_finite
 from tests.ranks import run_ranks, run_script
 from tests.test_runner import ends_within
@@ -1045,6 +1046,35 @@ def test_an_evaluation_that_fails_leaves_modes_and_timers_as_they_were():
         raise ZeroDivisionError
     assert [part.training for part in module] == [True, False] and module.training
     assert job.timers is timers and torch.is_grad_enabled()
+
+
+def test_timers_that_nobody_reads_keep_few_events(monkeypatch):
+    class Event:
+        """Of a device that is 5 phases behind, each of which takes it 2 ms."""
+
+        recorded: ClassVar[list[int]] = [0]
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.recorded[0] += 1
+            self.time = self.recorded[0]
+
+        def query(self) -> bool:
+            return self.time < self.recorded[0] - 10
+
+        def elapsed_time(self, end) -> float:
+            return 2.0 * (end.time - self.time)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    timers = Timers(torch.device("cuda"))
+    for _ in range(3000):
+        with timers("forward"):
+            pass
+    assert len(timers._events) == MOST_KEPT, "all but those that the device may still be at"
+    assert timers.read_and_reset() == {"forward": pytest.approx(3000 * 0.002)} and timers.read_and_reset() == {}
 
 
 def test_the_peaks_of_many_ranks_are_told_in_short():

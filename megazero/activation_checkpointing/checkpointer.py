@@ -26,8 +26,8 @@ class ActivationCheckpointer:
 
     Attributes:
         mpu: whose `get_model_parallel_group()` names the ranks that inputs are cut over; None asks `megazero.mpu`.
-        timers: with `profile`, sums the time of "checkpoint forward" and of "checkpoint backward", which has the recomputation in
-            it. Read and reset them now and then: on CUDA each call adds events.
+        timers: with `profile`, sums the time of "checkpoint forward" and of "checkpoint backward", which has the recomputation
+            in it.
         is_configured: whether `configure` has been called for it.
     """
 
