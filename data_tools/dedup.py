@@ -32,6 +32,7 @@ from data_tools.line_functions import DocumentLines, unchanged
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import describe, run_lines
+from megazero.data.arrays import read_array
 from megazero.files import append_suffix, locked
 from megazero.lines.contents import describe_files, key_of
 from megazero.lines.jsonl import ID_KEYS, Block
@@ -142,7 +143,7 @@ def _find(files: SignatureFiles, search: Search, path: Path, identity: str) -> D
         return {"summary": summary}
 
     made_once(path, [path], identity, make)
-    return np.fromfile(path, dtype="<i8")
+    return read_array(path, "<i8")
 
 
 def _count_groups(first: Documents) -> int:

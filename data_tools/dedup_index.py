@@ -23,6 +23,7 @@ import numpy.typing as npt
 from data_tools.dedup_minhash import U64, band_keys
 from data_tools.dedup_signatures import Documents, Rows, SignatureFiles, same_content, similarity
 from data_tools.options import open_files
+from megazero.data.arrays import read_array
 from megazero.lines.progress import Progress
 from megazero.lines.workers import ordered_map
 
@@ -170,7 +171,7 @@ def pairs_of(files: SignatureFiles, agree: Agree, path: Path) -> tuple[Pairs, in
     with those that are still alone; when none of these is like them, the first of these begins anew. So all connections are
     found without comparing all with all: n copies of a page take n - 1 comparisons.
     """
-    records = np.fromfile(path, dtype=_RECORD)
+    records = read_array(path, _RECORD)
     records = records[np.argsort(records["key"], kind="stable")]  # the documents of one key stay in order
     keys, documents = records["key"].copy(), records["document"].copy()
     del records

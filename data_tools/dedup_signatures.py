@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from megazero.data.arrays import read_array
 from megazero.files import append_suffix
 from megazero.lines.progress import Progress
 
@@ -72,9 +73,9 @@ class SignatureFiles:
     def chunks_of_file(self, number: int, size: int) -> Iterator[tuple[int, Rows]]:
         """The rows of one file, in chunks."""
         first, stop = self.firsts[number : number + 2].tolist()
-        with open(self.paths[number], "rb") as file:
-            for document in range(first, stop, size):
-                yield document, np.fromfile(file, dtype=self._type, count=min(size, stop - document))
+        for document in range(first, stop, size):
+            place = (document - first) * self._type.itemsize
+            yield document, read_array(self.paths[number], self._type, min(size, stop - document), place)
 
     def read(self, documents: Documents) -> Rows:
         """The rows [n] of any documents. Reads and does not map: pages of a mapped file would count as this process's memory."""

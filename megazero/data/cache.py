@@ -20,6 +20,7 @@ from zlib import crc32
 
 import numpy as np
 
+from megazero.data.arrays import save_array
 from megazero.files import append_suffix, locked, mapping, write_json, written_aside
 from megazero.lines.contents import key_of
 
@@ -97,9 +98,8 @@ class ArrayCache:
         try:
             yield
         except OSError as error:
-            why = error.strerror or f"{error}, as on a full disk"  # numpy alone gives no number
             raise UnwritableCacheError(
-                f"cannot write the index cache {self.folder}: {why}. Choose a folder that this job can write with "
+                f"cannot write the index cache {self.folder}: {error.strerror}. Choose a folder that this job can write with "
                 "--data-cache-path."
             ) from error
 
@@ -127,7 +127,7 @@ class ArrayCache:
 def _store(stem: Path, description: Mapping[str, Any], arrays: Arrays) -> None:
     for name, array in arrays.items():
         with written_aside(append_suffix(stem, f"-{name}.npy")) as file:
-            np.save(file, array, allow_pickle=False)
+            save_array(file, array)
     sums = {name: _checksum(array) for name, array in sorted(arrays.items())}
     write_json(append_suffix(stem, ".json"), {"description": description, "crc32": sums})
 

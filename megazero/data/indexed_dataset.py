@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data import mmidx
+from megazero.data.arrays import read_array
 from megazero.data.sidecar import remove_sidecar
 from megazero.files import allow_many_files, append_suffix, aside_name, mapping, sync_folder, written_aside
 from megazero.lines.partial_shard import JOURNAL
@@ -184,10 +185,11 @@ class IndexedDataset:
         """The smallest and the largest token id, from one pass over the whole .bin; (0, -1) without tokens."""
         low, high = 0, -1
         # Not from the mapping, of which all pages would count as this process's memory from then on.
-        with open(self.bin_path, "rb") as file:
-            while len(chunk := np.fromfile(file, self.dtype, 1 << 24)):
-                smallest, largest = int(chunk.min()), int(chunk.max())
-                low, high = (smallest, largest) if high < low else (min(low, smallest), max(high, largest))
+        for start in range(0, self.num_tokens, 1 << 24):
+            count = min(1 << 24, self.num_tokens - start)
+            chunk = read_array(self.bin_path, self.dtype, count, start * self.dtype.itemsize)
+            smallest, largest = int(chunk.min()), int(chunk.max())
+            low, high = (smallest, largest) if high < low else (min(low, smallest), max(high, largest))
         return low, high
 
     def _check_size(self) -> None:
