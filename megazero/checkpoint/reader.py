@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from megazero.checkpoint.format import (
 )
 from megazero.checkpoint.pieces import Pieces
 from megazero.checkpoint.ranges import Cut, RangeMap, shard_to_full
-from megazero.checkpoint.tags import check_tag, checkpoint_path, latest_tag, listed
+from megazero.checkpoint.tags import NOTHING_THERE, check_tag, checkpoint_path, latest_tag, listed
 from megazero.checkpoint.tensor_file import CheckedFile
 
 
@@ -157,7 +157,7 @@ class Reader:
 
     def _read_index(self) -> bytes:
         path = self.path / "index.json"
-        if path.is_file():
+        with suppress(*NOTHING_THERE):
             return path.read_bytes()
         if any(self.path.glob("*_model_states.pt")):
             raise FileNotFoundError(

@@ -15,6 +15,9 @@ from megazero.checkpoint.format import NAME_ONE, CheckpointError
 
 _OF_JOBS = re.compile(r"global_step(\d+)")  # a copy under another name is the user's, and is never deleted
 _TAKEN = ("latest", "zero_to_fp32.py")  # other files beside checkpoints
+# What a file system says of a path where there is no file. Of one that cannot be looked at now it says something else, and
+# Path.is_file, from Python 3.14 on, the same.
+NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _MAX_TAG = 200  # file systems have names of at most 255 bytes, and the directory aside has a longer one
 
 
@@ -45,10 +48,11 @@ def latest_tag(directory: str | Path) -> str | None:
         CheckpointError: the file `latest` holds something else.
     """
     pointer = Path(directory) / "latest"
-    if not pointer.is_file():
+    try:
+        with open(pointer, "rb") as file:
+            content = file.read(4096)
+    except NOTHING_THERE:
         return None
-    with open(pointer, "rb") as file:
-        content = file.read(4096)
     try:
         return check_tag(content.decode().strip())
     except ValueError as error:  # UnicodeDecodeError too

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -188,7 +189,11 @@ class CheckedFile:
 
     def found_size(self) -> int | None:
         """The bytes that it has in fact; None if it is missing."""
-        return self.path.stat().st_size if self.path.is_file() else None
+        try:
+            found = self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def check_size(self) -> None:
         """Returns if the file is there and as large as it should be. Reading asks before it opens the file.
