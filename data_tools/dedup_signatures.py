@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data.arrays import read_array
-from megazero.files import append_suffix
+from megazero.files import append_suffix, file_named
 from megazero.lines.progress import Progress
 
 Rows = np.ndarray  # of `row_type`
@@ -85,7 +85,7 @@ class SignatureFiles:
         for number, start, stop in self._by_file(unique):
             places = (unique[start:stop] - self.firsts[number]) * size
             # Buffered: a mount may give less than it is asked for.
-            with open(self.paths[number], "rb", buffering=size) as file:
+            with file_named(self.paths[number]), open(self.paths[number], "rb", buffering=size) as file:
                 for row, place in enumerate(places.tolist(), start):
                     file.seek(place)
                     content = file.read(size)
@@ -99,7 +99,8 @@ class SignatureFiles:
         order = np.argsort(documents, kind="stable")
         ids = [""] * len(documents)
         for number, start, stop in self._by_file(documents[order]):
-            with open(ids_path(self.paths[number]), "rb") as file:
+            path = ids_path(self.paths[number])
+            with file_named(path), open(path, "rb") as file:
                 for place in order[start:stop].tolist():
                     file.seek(int(rows[place]["id_start"]))
                     ids[place] = file.read(int(rows[place]["id_bytes"])).decode("utf-8", "surrogatepass")

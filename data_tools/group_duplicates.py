@@ -18,6 +18,7 @@ from data_tools.documents import in_pieces
 from data_tools.done_marker import made_once
 from data_tools.options import add_run_options
 from data_tools.shard_plan import check_outputs
+from megazero.files import file_named
 from megazero.lines.compressed import DAMAGE, decompressed, open_bytes
 from megazero.lines.contents import check_unchanged, describe_files, key_of
 from megazero.lines.partial_shard import Shard
@@ -98,7 +99,7 @@ def named_groups(path: Path, kind: type) -> Iterator[dict[str, list[Any]]]:
     what = "groups, which group_duplicates makes" if kind is str else "copies, which find_duplicates makes"
     before = 0
     progress = Progress(f"reading {path.name}", path.stat().st_size)
-    with progress, open(path, "rb") as disk, decompressed(disk, path) as file:
+    with progress, file_named(path), open(path, "rb") as disk, decompressed(disk, path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 content = json.loads(line)

@@ -68,11 +68,23 @@ def allow_many_files() -> None:
             most //= 2
 
 
+@contextmanager
+def file_named(path: Path) -> Iterator[None]:
+    """Adds the file to an error of a call inside that knows only its descriptor: "Input/output error" alone helps nobody."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def sync_folder(folder: Path) -> None:
     """Makes renames inside `folder` survive a power failure, if the file system can sync folders."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with file_named(folder):
+            os.fsync(descriptor)
     except OSError as error:
         # Some network and shared folders refuse: they sync on their own, or not at all (fsync(2)).
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
@@ -91,8 +103,9 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(aside, "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            with file_named(path):
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
@@ -102,7 +115,7 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
     """Writes `content` to the file `path`, with `written_aside`."""
-    with written_aside(path) as file:
+    with written_aside(path) as file, file_named(path):
         file.write(content)
 
 

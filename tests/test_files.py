@@ -12,7 +12,7 @@ import stat
 
 import pytest
 
-from megazero.files import allow_many_files, append_suffix, fingerprint, locked, write_json, written_aside
+from megazero.files import allow_many_files, append_suffix, fingerprint, locked, write_json, write_whole, written_aside
 
 
 @pytest.mark.parametrize("hard", [resource.RLIM_INFINITY, 1 << 20])
@@ -71,8 +71,22 @@ def test_where_folders_cannot_be_synced_files_are_written_all_the_same(tmp_path,
         write_json(tmp_path / "f", number)
         assert (tmp_path / "f").read_text() == f"{number}\n"
     number = errno.EIO
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+    with pytest.raises(OSError, match=f"{os.strerror(errno.EIO)}: '{tmp_path}'"):
         write_json(tmp_path / "f", number)
+
+
+def test_a_file_that_cannot_be_written_or_synced_is_named(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: os.pwrite(-1, b"", 0))
+        with pytest.raises(OSError, match=f"Bad file descriptor: '{tmp_path}/f'"):
+            write_whole(tmp_path / "f", b"a")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/f'"):
+            write_whole(tmp_path / "f", bytes(1 << 17))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def add_one(folder, barrier):

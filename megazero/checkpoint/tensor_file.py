@@ -66,7 +66,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None or error.errno is None:
+        if error.filename not in (None, str(path)) or error.errno is None:
             raise
         raise OSError(error.errno, f"could not write {path}: {error.strerror}") from error
 

@@ -9,6 +9,8 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from megazero.files import file_named
+
 
 def read_array(path: Path, dtype: npt.DTypeLike, count: int | None = None, offset: int = 0) -> np.ndarray:
     """[count] from the file, or all that is there; np.fromfile gives what was in memory before where the disk gives nothing.
@@ -21,16 +23,13 @@ def read_array(path: Path, dtype: npt.DTypeLike, count: int | None = None, offse
         ValueError: the file ends before.
     """
     dtype = np.dtype(dtype)
-    try:
-        with open(path, "rb", buffering=0) as file:
-            count = (os.fstat(file.fileno()).st_size - offset) // dtype.itemsize if count is None else count
-            array = np.empty(count, dtype)
-            view = array.view(np.uint8).data
-            file.seek(offset)
-            while len(view) and (read := file.readinto(view)):
-                view = view[read:]
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    with file_named(path), open(path, "rb", buffering=0) as file:
+        count = (os.fstat(file.fileno()).st_size - offset) // dtype.itemsize if count is None else count
+        array = np.empty(count, dtype)
+        view = array.view(np.uint8).data
+        file.seek(offset)
+        while len(view) and (read := file.readinto(view)):
+            view = view[read:]
     if len(view):
         raise ValueError(f"{path} has become shorter while it was read")
     return array

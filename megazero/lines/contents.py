@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megazero.cgroups import available_cores
+from megazero.files import file_named
 from megazero.lines.progress import Progress
 
 _PIECE_BYTES = 1 << 26  # that one thread hashes; the hash of a file is that of its pieces' hashes
@@ -101,7 +102,7 @@ def _hashes(files: Sequence[_Identity], threads: int) -> Iterator[str]:
 def _hash_piece(piece: tuple[str, int]) -> bytes:
     path, start = piece
     digest, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
-    with open(path, "rb", buffering=0) as file:
+    with file_named(Path(path)), open(path, "rb", buffering=0) as file:
         file.seek(start)
         left = _PIECE_BYTES
         while left and (count := file.readinto(memoryview(buffer)[: min(left, _READ_BYTES)])):

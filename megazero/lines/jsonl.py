@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megazero.files import file_named
 from megazero.lines.compressed import COMPRESSED, DAMAGE, decompressed, is_compressed
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -48,7 +49,7 @@ class Block:
         """The bytes of the block."""
         if self.data is not None:
             return self.data
-        with open(self.path, "rb") as file:
+        with file_named(self.path), open(self.path, "rb") as file:
             file.seek(self.start)
             return file.read(self.stop - self.start)
 
@@ -68,7 +69,7 @@ def read_blocks(
     is_plain = not is_compressed(path)
     next_block = _find_block if is_plain else _read_block
     try:
-        with open(path, "rb") as disk, decompressed(disk, path) as file:
+        with file_named(path), open(path, "rb") as disk, decompressed(disk, path) as file:
             if not is_plain:
                 _skip(file, start)
             done = start if is_plain else disk.tell()
