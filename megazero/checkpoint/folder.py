@@ -204,7 +204,11 @@ class CheckpointFolder:
                 with naming(self.path / "latest"):
                     write_whole(self.path / "latest", tag.encode())
             self._being_written.discard(aside.resolve())
-            superfluous = [*([replaced] if os.path.lexists(replaced) else []), *self._set_aside_older(tag, keep_last)]
+            superfluous = [replaced] if os.path.lexists(replaced) else []
+            try:
+                superfluous += self._set_aside_older(tag, keep_last)
+            except OSError as error:  # the next save looks again
+                logger.warning("could not look for what is not to be kept beside %s: %s", final, error)
         if superfluous:  # deleting takes a fifth of the time of writing
             self._deleting = threading.Thread(target=self._delete, args=(superfluous,), name=f"delete before {tag}")
             self._deleting.start()

@@ -232,6 +232,18 @@ def test_keep_last_keeps_the_newest_written_whatever_its_step_and_copies_of_the_
     assert visible(tmp_path) == ["global_step1", "global_step450", "global_step450_best", "latest", "zero_to_fp32.py"]
 
 
+def test_a_save_is_made_where_what_is_not_to_be_kept_cannot_be_looked_for(world, tmp_path, monkeypatch, caplog):
+    engine = make_engine(1)
+    for looks in (list_tags, fails_with(errno.EIO), list_tags):
+        monkeypatch.setattr(folder, "list_tags", looks)
+        train(engine, 1)
+        engine.save_checkpoint(str(tmp_path), keep_last=1)
+        assert latest_tag(tmp_path) == f"global_step{engine.global_steps}"
+    assert caplog.text.count("could not look for what is not to be kept beside") == 1
+    engine.saver.close()
+    assert list_tags(tmp_path) == ["global_step3"]
+
+
 def test_keep_last_goes_by_steps_and_not_by_times_which_a_copy_or_another_clock_may_change(world, tmp_path):
     engine = make_engine(1)
     for _ in range(2):
