@@ -88,7 +88,7 @@ class MetricsWriter:
         self._logs: dict[str, Callable[[int, dict[str, float], str], None]] = {}  # by place: what records there
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            earlier = _read(self.path) if start_iteration and self.path.is_file() else []
+            earlier = _read(self.path) if start_iteration else []
             self._lines = {(x["iteration"], x["section"]): x for x in earlier if x["iteration"] <= start_iteration}
             write_whole(self.path, "".join(map(_as_json, self.lines)).encode())
             self._logs[str(self.path)] = self._append
@@ -162,9 +162,13 @@ def _as_json(line: dict[str, Any]) -> str:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, with nan for null, up to one that is half-written or damaged."""
-    lines = []
-    for text in path.read_text(errors="replace").splitlines():
+    """The lines of a metrics file, with nan for null, up to one that is half-written or damaged; none where there is no file."""
+    lines: list[dict[str, Any]] = []
+    try:  # not `is_file`: from Python 3.14 on it is False of a file that cannot be looked at, which would then be replaced
+        content = path.read_text(errors="replace")
+    except FileNotFoundError:
+        return lines
+    for text in content.splitlines():
         try:
             line = json.loads(text)
             lines.append({name: math.nan if value is None else value for name, value in line.items()})

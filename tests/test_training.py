@@ -1120,6 +1120,13 @@ def test_numbers_that_are_not_finite_are_null_in_the_metrics_file_as_json_has_no
     assert math.isnan(resumed.lines[0]["grad_norm"]), "a number, for the summary and the plot"
 
 
+def test_a_log_that_cannot_be_looked_at_for_a_moment_is_continued(tmp_path, monkeypatch):
+    MetricsWriter(str(tmp_path), None, 0).write(1, {"loss": 8.0}, "train")
+    monkeypatch.setattr(Path, "is_file", lambda _: False)  # what Python says from 3.14 on where a disk does not answer
+    MetricsWriter(str(tmp_path), None, 1).write(2, {"loss": 7.0}, "train")
+    assert [line["loss"] for line in logged(tmp_path)] == [8.0, 7.0]
+
+
 def test_a_run_that_starts_again_drops_the_points_of_the_one_that_was_lost(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
