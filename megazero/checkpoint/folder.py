@@ -210,8 +210,12 @@ class CheckpointFolder:
             except OSError as error:  # the next save looks again
                 logger.warning("could not look for what is not to be kept beside %s: %s", final, error)
         if superfluous:  # deleting takes a fifth of the time of writing
-            self._deleting = threading.Thread(target=self._delete, args=(superfluous,), name=f"delete before {tag}")
-            self._deleting.start()
+            deleting = threading.Thread(target=self._delete, args=(superfluous,), name=f"delete before {tag}")
+            try:
+                deleting.start()
+                self._deleting = deleting
+            except RuntimeError:  # no more threads can be started
+                self._delete(superfluous)
 
     def _delete(self, paths: list[Path]) -> None:
         with self._one_at_a_time:

@@ -244,6 +244,19 @@ def test_a_save_is_made_where_what_is_not_to_be_kept_cannot_be_looked_for(world,
     assert list_tags(tmp_path) == ["global_step3"]
 
 
+def test_what_is_not_to_be_kept_is_deleted_where_no_thread_can_be_started(world, tmp_path, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    engine = make_engine(1)
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path))
+    train(engine, 1)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    engine.save_checkpoint(str(tmp_path), keep_last=1)
+    assert visible(tmp_path) == ["global_step2", "latest", "zero_to_fp32.py"] and not leftovers(tmp_path)
+
+
 def test_keep_last_goes_by_steps_and_not_by_times_which_a_copy_or_another_clock_may_change(world, tmp_path):
     engine = make_engine(1)
     for _ in range(2):
