@@ -33,7 +33,7 @@ from megazero.checkpoint.format import (
 )
 from megazero.checkpoint.pieces import Pieces
 from megazero.checkpoint.ranges import Cut, RangeMap, shard_to_full
-from megazero.checkpoint.tags import NOTHING_THERE, check_tag, checkpoint_path, latest_tag, listed
+from megazero.checkpoint.tags import NOTHING_THERE, check_tag, checkpoint_path, latest_tag, listed, read_bytes
 from megazero.checkpoint.tensor_file import CheckedFile
 
 
@@ -158,7 +158,7 @@ class Reader:
     def _read_index(self) -> bytes:
         path = self.path / "index.json"
         with suppress(*NOTHING_THERE):
-            return path.read_bytes()
+            return read_bytes(path)
         if any(self.path.glob("*_model_states.pt")):
             raise FileNotFoundError(
                 f"{self.path} is a checkpoint of DeepSpeed's. Make one of it that can be loaded: `python -m "

@@ -41,6 +41,19 @@ def check_tag(tag: str) -> str:
     return tag
 
 
+def read_bytes(path: Path, most: int = -1) -> bytes:
+    """What a file holds, or its first `most` bytes.
+
+    Raises:
+        OSError: it cannot be read; it names the file.
+    """
+    try:
+        with open(path, "rb") as file:
+            return file.read(most)
+    except OSError as error:  # of a disk that fails; it does not say which file it was
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def latest_tag(directory: str | Path) -> str | None:
     """The tag of the newest whole checkpoint in `directory`; None where there is none.
 
@@ -49,8 +62,7 @@ def latest_tag(directory: str | Path) -> str | None:
     """
     pointer = Path(directory) / "latest"
     try:
-        with open(pointer, "rb") as file:
-            content = file.read(4096)
+        content = read_bytes(pointer, 4096)
     except NOTHING_THERE:
         return None
     try:

@@ -192,8 +192,10 @@ def _write_file(path: Path, tensors: Mapping[str, LazyTensor], aliases: Mapping[
         values = torch.from_numpy(mapped[starts[name] : starts[name] + stored.nbytes])  # a storage of its own
         state[name] = values.view(stored.dtype).view(stored.shape)
     state.update({alias: state[name] for alias, name in aliases.items() if name in state})
-    torch.save(state, path)
-    _sync(path)
+    with naming(path), open(path, "wb") as opened:  # torch's own says nothing of a full disk
+        torch.save(state, opened)
+        opened.flush()
+        os.fsync(opened.fileno())
 
 
 def _sync(path: Path) -> None:

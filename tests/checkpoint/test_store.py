@@ -124,6 +124,16 @@ def test_a_disk_that_cannot_be_read_is_told_with_the_file(tmp_path):
         file.read_into(np.empty(4, dtype=np.uint8), 0, "master of x")
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs Linux's /proc")
+@pytest.mark.parametrize("name", ["latest", "global_step1/index.json"])
+def test_a_small_file_that_a_disk_does_not_give_is_told_with_its_name(world, tmp_path, name):
+    write_one(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/proc/self/mem")  # nobody may read its beginning
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path / name}'"):
+        Reader(tmp_path)
+
+
 def test_what_need_not_be_damage_ends_a_load_with_fallback(world, tmp_path, monkeypatch):
     """Going back would lose what was trained since, and the next saves would delete it."""
     engine, errors = simple_engine(), []

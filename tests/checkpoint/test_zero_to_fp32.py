@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -163,6 +164,19 @@ def dies_at_the_second(call):
         call(*arguments)
 
     return dying
+
+
+@pytest.mark.parametrize("missing", [1, 500], ids=["for the last byte", "for some of it"])
+def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(saved, tmp_path, capsys, missing):
+    main([str(saved[0]), str(tmp_path / "whole.bin")])
+    nbytes, before = (tmp_path / "whole.bin").stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes - missing, before[1]))
+    try:
+        assert main([str(saved[0]), str(tmp_path / "w.bin")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert re.fullmatch(r"error: .*could not write .*w\.bin: File too large\n", capsys.readouterr().err)
+    assert os.listdir(tmp_path) == ["whole.bin"]
 
 
 def test_a_conversion_succeeds_where_nothing_can_be_removed_while_it_is_mapped(saved, tmp_path, mapped_files_stay):
