@@ -31,7 +31,7 @@ from megazero.data.sidecar import Sidecar, check_free, check_tokens, lack_of_rec
 from megazero.files import append_suffix, locked
 from megazero.lines.contents import check_unchanged, describe_files, key_of
 from megazero.lines.outputs import full_disk_named
-from megazero.lines.partial_shard import PartialShard, Shard
+from megazero.lines.partial_shard import PartialShard, Shard, give_up
 from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult, Counts
 from megazero.lines.resumable import Item, WorkOptions, fill_one, read_pieces
@@ -99,13 +99,14 @@ def merge_datasets(inputs: Sequence[str | Path], output_prefix: str | Path) -> d
     outputs = (append_suffix(output, ".bin"), append_suffix(output, ".idx"))
     output.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(output, ".lock")), full_disk_named(f"{output}.*"):
+        shard = Shard(tuple(source.bin_path for source in sources), outputs, output)
         is_done = read_marker(output, key, outputs) is not None and read_sidecar(output) == record
         if is_done:
+            give_up(shard)
             logger.info("%s is there already, from the same inputs", output)
         else:
             check_free(output)
             check_made_here(output, outputs, "--output-prefix")
-            shard = Shard(tuple(source.bin_path for source in sources), outputs, output)
             with closing(PartialShard(shard, key)) as partial:
                 _copy(partial, documents)
                 check_unchanged(_files(sources), contents)

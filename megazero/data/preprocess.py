@@ -29,7 +29,7 @@ from megazero.files import append_suffix, locked, mapping
 from megazero.lines.contents import describe_files, key_of
 from megazero.lines.jsonl import read_blocks
 from megazero.lines.outputs import check_ours, full_disk_named
-from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL, PartialShard, Shard
+from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL, PartialShard, Shard, give_up
 from megazero.lines.progress import Progress
 from megazero.lines.results import NO_TEXT, check_strict, report_empty
 from megazero.lines.resumable import BlockReader, WorkOptions, fill_one, useful_workers
@@ -81,15 +81,17 @@ def tokenize_json(
         "max_line_bytes": options.max_line_bytes,
         "tokenizer_sha256": tokenizer.sha256,
     }
-    if (done := _finished(prefix, source, options.strict)) is not None:
+    journal = append_suffix(prefix, JOURNAL)
+    if not journal.exists() and (done := _finished(prefix, source, options.strict)) is not None:
         return done
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(prefix, ".lock")), full_disk_named(f"{prefix}.*"):
-        if (done := _finished(prefix, source, options.strict)) is not None:
-            return done
         shard = Shard(tuple(paths), tuple(append_suffix(prefix, suffix) for suffix in (".bin", ".idx")), prefix)
+        if (done := _finished(prefix, source, options.strict)) is not None:
+            give_up(shard)
+            return done
         check_free(prefix)
-        check_ours(shard.outputs, "--output-prefix", sidecar_path(prefix), append_suffix(prefix, JOURNAL))
+        check_ours(shard.outputs, "--output-prefix", sidecar_path(prefix), journal)
         with closing(PartialShard(shard, key_of(source))) as partial:
             total = sum(path.stat().st_size for path in paths)
             useful = replace(options, workers=useful_workers(paths, options.block_bytes, options.workers))

@@ -24,6 +24,7 @@ from megazero.data.preprocess import tokenize_json
 from megazero.data.sidecar import Sidecar, read_sidecar, write_sidecar
 from megazero.data.tokenizer import build_tokenizer
 from megazero.lines.jsonl import Block, block_lines, read_blocks
+from megazero.lines.partial_shard import PartialShard
 from megazero.lines.resumable import WorkOptions
 from tests.vocabularies import make_gpt2_vocabulary, make_texts, write_jsonl
 
@@ -207,6 +208,24 @@ def test_a_stop_between_the_last_renames_is_not_taken_for_a_finished_run(tmp_pat
     assert not list(tmp_path.glob("out.idx*"))
     tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL)
     assert len(documents(tmp_path / "out")) == 11
+
+
+def test_what_a_stopped_run_has_left_of_a_finished_corpus_is_removed(tmp_path, tokenizer, monkeypatch):
+    path = write_jsonl(tmp_path / "in.jsonl", make_texts(50))
+
+    def stop(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialShard, "remove", stop)  # the corpus is whole
+        with pytest.raises(KeyboardInterrupt):
+            tokenize_json([path], tmp_path / "out", tokenizer, options=SMALL)
+    with pytest.raises(KeyboardInterrupt):  # of other settings
+        tokenize_json([path], tmp_path / "out", StopAfter(tokenizer, 30), append_eod=False, options=SMALL)
+    assert len(list(tmp_path.glob("out.*partial*"))) == 4
+    whole = contents(tmp_path / "out")
+    tokenize_json([path], tmp_path / "out", StopAfter(tokenizer, 0), options=SMALL)
+    assert contents(tmp_path / "out") == whole and not list(tmp_path.glob("out.*partial*"))
 
 
 def test_a_disk_that_is_full_before_the_index_is_written_costs_no_tokens(tmp_path, tokenizer, monkeypatch, caplog):

@@ -180,6 +180,21 @@ def test_a_merge_that_stops_leaves_nothing_half_and_no_scraps(tmp_path, monkeypa
     assert sorted(path.name for path in tmp_path.glob("m.*")) == ["m.bin", "m.done.json", "m.idx"]
 
 
+def test_what_a_stopped_merge_has_left_of_a_finished_one_is_removed(tmp_path, monkeypatch):
+    part = write(tmp_path / "a", A)
+
+    def stop(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialShard, "remove", stop)  # the merged corpus is whole
+        with pytest.raises(KeyboardInterrupt):
+            merge_datasets([part], tmp_path / "m")
+    assert (tmp_path / "m.partial.json").exists()
+    assert merge_datasets([part], tmp_path / "m")["skipped"]
+    assert sorted(path.name for path in tmp_path.glob("m.*")) == ["m.bin", "m.done.json", "m.idx"]
+
+
 def test_a_merge_that_is_killed_goes_on_where_it_stopped(tmp_path, monkeypatch, caplog):
     parts = [write(tmp_path / name, [[[i] * 50] for i in range(count)]) for name, count in (("a", 40), ("b", 60))]
     merge_datasets(parts, tmp_path / "whole")
