@@ -151,7 +151,8 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
     while True:
         file = open(path, "wb")  # noqa: SIM115 (open for as long as the lock is held)
         try:
-            _lock(file, path, wait)
+            with file_named(path):
+                _lock(file, path, wait)
             if is_still(path, file.fileno()):
                 break
         except BaseException:

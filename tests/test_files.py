@@ -75,6 +75,15 @@ def test_where_folders_cannot_be_synced_files_are_written_all_the_same(tmp_path,
         write_json(tmp_path / "f", number)
 
 
+def test_a_file_that_cannot_be_locked_is_named(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}/lock'"), locked(tmp_path / "lock"):
+        pass
+
+
 def test_a_file_that_cannot_be_written_or_synced_is_named(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: os.pwrite(-1, b"", 0))

@@ -20,7 +20,15 @@ import numpy.typing as npt
 from megazero.data import mmidx
 from megazero.data.arrays import read_array
 from megazero.data.sidecar import remove_sidecar
-from megazero.files import allow_many_files, append_suffix, aside_name, mapping, sync_folder, written_aside
+from megazero.files import (
+    allow_many_files,
+    append_suffix,
+    aside_name,
+    file_named,
+    mapping,
+    sync_folder,
+    written_aside,
+)
 from megazero.lines.partial_shard import JOURNAL
 
 
@@ -101,8 +109,9 @@ def published(prefix: Path, tokens: Path, dtype: np.dtype, parts: Sequence[mmidx
     index = append_suffix(prefix, ".idx")
     with written_aside(index) as file:
         mmidx.write_index(file, dtype, parts)
-        file.flush()
-        os.fsync(file.fileno())  # on a full disk it fails here, where nothing has changed yet
+        with file_named(index):
+            file.flush()
+            os.fsync(file.fileno())  # on a full disk it fails here, where nothing has changed yet
         index.unlink(missing_ok=True)
         yield
         os.replace(tokens, append_suffix(prefix, ".bin"))

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from megazero.files import append_suffix, locked, remove_asides, write_whole
+from megazero.files import append_suffix, file_named, locked, remove_asides, write_whole
 from megazero.lines.jsonl import Block, Position
 from megazero.lines.results import BlockResult, Counts, report
 
@@ -90,17 +90,19 @@ class PartialShard:
 
     def append(self, *parts: bytes) -> None:
         """Adds bytes to each file; they count as done from the next `commit` on."""
-        for number, (file, part) in enumerate(zip(self._files, parts, strict=True)):
-            file.write(part)
+        for number, (path, file, part) in enumerate(zip(self.paths, self._files, parts, strict=True)):
+            with file_named(path):
+                file.write(part)
             self.sizes[number] += len(part)
 
     def commit(self, interval_s: float = 0.0) -> None:
         """Makes all that was appended survive a kill, unless the last commit is younger than `interval_s`."""
         if time.monotonic() - self._commit_time < interval_s:
             return
-        for file in self._files:
-            file.flush()
-            os.fsync(file.fileno())
+        for path, file in zip(self.paths, self._files, strict=True):
+            with file_named(path):
+                file.flush()
+                os.fsync(file.fileno())
         self._write_journal()
         self._commit_time = time.monotonic()
 

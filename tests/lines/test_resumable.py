@@ -81,6 +81,20 @@ def test_a_full_disk_at_the_start_does_not_keep_the_lock(tmp_path, monkeypatch, 
     assert error.value.errno == errno.ENOSPC  # whose traceback has kept the shard alive until here
 
 
+def test_an_output_that_cannot_be_synced_is_named(tmp_path, monkeypatch):
+    (shard,) = shards_of(tmp_path, ["a\n"])
+
+    def fails(descriptor):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    stopped = PartialShard(shard, "key")
+    stopped.append(b"a\n", b"")
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match=f"Input/output error: '{stopped.paths[0]}'"):
+        stopped.commit()
+    stopped.close()
+
+
 @pytest.mark.parametrize("part", ["position", "counts"])
 def test_a_journal_with_other_fields_is_started_over(tmp_path, caplog, part):
     (shard,) = shards_of(tmp_path, ["a\nb\n"])
