@@ -56,8 +56,8 @@ class ThreadLane:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         is_ready, num_threads = threading.Event(), torch.get_num_threads()
         thread = threading.Thread(target=_serve, args=(self._jobs, transport, is_ready), daemon=True)
-        self._end = weakref.finalize(self, _end, self._jobs, thread)
         thread.start()
+        self._end = weakref.finalize(self, _end, self._jobs, thread)
         is_ready.wait()
         torch.set_num_threads(num_threads)  # threads that torch meets later start with what was set last, in any thread
 

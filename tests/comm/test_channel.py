@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import random
+import sys
+import threading
 import warnings
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from torch.torch_version import TorchVersion
 
 from megazero import comm
 from megazero.comm import join
+from megazero.comm.lane import ThreadLane
 from megazero.comm.shared_memory import area_bytes
 from tests.comm.ways import PIECE_BYTES, WAYS, open_channel
 from tests.ranks import run_ranks
@@ -404,6 +409,16 @@ def threads_case():
 
 def test_a_channel_leaves_the_thread_count_of_its_caller():
     assert run_ranks(2, threads_case) == [2, 2]
+
+
+def test_a_lane_whose_thread_cannot_start_says_nothing_else(monkeypatch):
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="can't start new thread"):
+        patched.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        ThreadLane(Mock(), "rank 0")
+    gc.collect()
+    assert not unraisable
 
 
 def sets_case(way, shard_size):
