@@ -165,6 +165,14 @@ def test_other_nodes_get_the_settings_of_torch_and_of_what_carries_data(monkeypa
     assert wanted.items() <= found.items() and not {"CUDA_VISIBLE_DEVICES", "SECRET", "HOME"} & found.keys()
 
 
+def test_a_user_without_a_home_has_the_file_of_the_working_folder_only(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # as in a container: it is in no list of users
+    (tmp_path / ".deepspeed_env").write_text("FROM_FILE=1\n")
+    assert exported()["FROM_FILE"] == "1"
+
+
 def test_environment_file():
     assert parse_environment("# keys\n\nA=1\nNCCL_X=a b = c\nEMPTY=\n") == {"A": "1", "NCCL_X": "a b = c", "EMPTY": ""}
     for wrong in ("A=1\nexport B=2", "A=1\nB", "A=1\n=2"):

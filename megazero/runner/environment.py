@@ -21,8 +21,8 @@ def exported() -> dict[str, str]:
 def from_files() -> dict[str, str]:
     """The variables in ~/.deepspeed_env, overridden by those in ./.deepspeed_env."""
     found: dict[str, str] = {}
-    for folder in (Path.home(), Path.cwd()):
-        path = folder / ".deepspeed_env"
+    for folder in (os.path.expanduser("~"), "."):  # a container's user may have no home: that leaves "~" as it is
+        path = Path(folder) / ".deepspeed_env"
         if path.is_file():
             found |= parse_environment(path.read_text(), str(path))
     return found
