@@ -6,15 +6,19 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
+from megazero import mpu
 from megazero.activation_checkpointing import CheckpointSettings
 from megazero.model.config import SEEN_IN_SHAPES, UNSEEN_IN_SHAPES, GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.huggingface import config_to_huggingface
 from megazero.plan import Shape, plan_activations
-from tests.model.plain_gpt2 import PlainGPT2
+from tests.model.plain_gpt2 import PlainGPT2, load_same, random_tokens
+from tests.model.test_gpt2 import assert_same_gradients
 from tests.plan.test_activations import saved_bytes
+from tests.ranks import run_ranks
 
 ODD = {
     "num_layers": 2,
@@ -56,6 +60,15 @@ def test_full_shapes_are_those_of_the_model_and_of_a_plain_gpt2(one_rank):
     ours = {name: tuple(p.shape) for name, p in GPT2Model(config, device="meta").named_parameters()}
     assert ours == {**plain, "word_embeddings.weight": (128, 12)}
 
+
+# Splits over two ranks.
+EVEN = {
+    **ODD,
+    "num_attention_heads": 2,
+    "make_vocab_size_divisible_by": 1,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
 
 # Fields of which every value computes the same of the same weights, dropout aside.
 ALIKE = """make_vocab_size_divisible_by vocab_chunk_size sequence_chunk_size attention_dropout hidden_dropout init_method_std
@@ -111,6 +124,27 @@ def test_what_makes_another_model_is_counted(one_rank, name):
     assert config.flops_per_token(s) == 3 * counter.get_total_flops() // (2 * s)
     plan = plan_activations(config, Shape(3, s, 1, torch.float32, "cpu"), CheckpointSettings())
     assert saved_bytes(model, 3, s) == plan.saved
+
+
+def split_case(others):
+    groups = mpu.initialize_model_parallel(2)
+    for name, value in others.items():
+        config = GPT2Config(**{**EVEN, name: value})
+        tokens = random_tokens(3, 7, config.vocab_size)
+        weight = torch.rand(3, 6, generator=torch.Generator().manual_seed(2))  # so that no two tokens count alike
+        for sequence_parallel in (False, True):
+            whole = GPT2Model(config, group=groups.data)  # of one rank
+            split = GPT2Model(replace(config, sequence_parallel=sequence_parallel))
+            load_same(split, whole)
+            want, got = (model(tokens[:, :-1], targets=tokens[:, 1:]) for model in (whole, split))
+            assert_close(got, want, atol=1e-5, rtol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+            (want * weight).sum().backward()
+            (got * weight).sum().backward()
+            assert_same_gradients(split, whole, groups.model)
+
+
+def test_what_makes_another_model_computes_the_same_over_two_ranks_and_in_slices_of_the_sequence():
+    run_ranks(2, split_case, OTHERS)
 
 
 @pytest.mark.parametrize(("size", "padded"), [(1, 50304), (2, 50432), (4, 50688), (8, 51200)])
