@@ -11,11 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megazero import mpu
 from megazero.activation_checkpointing import CheckpointSettings
+from megazero.model.cache import KeyValueCache
 from megazero.model.config import SEEN_IN_SHAPES, UNSEEN_IN_SHAPES, GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.huggingface import config_to_huggingface
 from megazero.plan import Shape, plan_activations
-from tests.model.plain_gpt2 import PlainGPT2, load_same, random_tokens
+from tests.model.plain_gpt2 import PlainGPT2, load_same, random_tokens, randomize
 from tests.model.test_gpt2 import assert_same_gradients
 from tests.plan.test_activations import saved_bytes
 from tests.ranks import run_ranks
@@ -124,6 +125,21 @@ def test_what_makes_another_model_is_counted(one_rank, name):
     assert config.flops_per_token(s) == 3 * counter.get_total_flops() // (2 * s)
     plan = plan_activations(config, Shape(3, s, 1, torch.float32, "cpu"), CheckpointSettings())
     assert saved_bytes(model, 3, s) == plan.saved
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@torch.no_grad()
+def test_what_makes_another_model_reads_the_same_with_a_cache_and_beside_other_documents(one_rank, name):
+    config = GPT2Config(**{**EVEN, name: OTHERS[name]})
+    model = GPT2Model(config)
+    randomize(model)
+    tokens, cache = random_tokens(2, 7, config.vocab_size), KeyValueCache(config, 2, 7)
+    pieces = [model(part, cache=cache) for part in tokens.split([4, 1, 2], dim=1)]
+    assert_close(torch.cat(pieces, dim=1), model(tokens), atol=1e-5, rtol=1e-5)
+    alone = [model(part) for part in tokens.split([3, 4], dim=1)]
+    positions, documents = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
+    packed = model(tokens, position_ids=positions, document_ids=documents.expand(2, -1))
+    assert_close(packed, torch.cat(alone, dim=1), atol=1e-5, rtol=1e-5)
 
 
 def split_case(others):
