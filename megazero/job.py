@@ -40,6 +40,7 @@ SLOW_PRODUCTS = 3.0  # times as long as in fp32, from where on the user is told
 ModelProvider = Callable[[GPT2Config, ParallelGroups, torch.device, torch.dtype], nn.Module]
 ForwardStep = Callable[["Job", "Iterator[dict[str, Tensor]] | None"], Tensor]
 CountTokens = Callable[["Job", dict[str, Tensor]], int]
+BeforeUpdate = Callable[["Job"], None]
 
 
 @dataclass
@@ -61,6 +62,8 @@ class Job:
     stopped: bool = False  # all ranks have agreed to end early
     stop: StopSignal = field(default_factory=StopSignal)  # this rank's own reasons to stop
     count_tokens: CountTokens | None = None  # with --calculate-per-token-loss: tokens that count in a micro-batch
+    before_update: BeforeUpdate | None = None  # called on every rank when a step's gradients are there
+    own_scalars: dict[str, float] = field(default_factory=dict)  # a script's own numbers, recorded with every log line
 
     @property
     def global_batch_size(self) -> int:

@@ -205,7 +205,7 @@ def log_step(job: Job, metrics: MetricsWriter, losses: list[float], samples: int
             peak,
         )
     memory = {"peak_memory_mb": peak_memory_bytes(job.device) / 2**20}
-    metrics.write(job.iteration, {**report.scalars(), **memory}, "train")
+    metrics.write(job.iteration, {**job.own_scalars, **report.scalars(), **memory}, "train")
 
 
 def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:

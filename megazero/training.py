@@ -21,7 +21,16 @@ from megazero.checkpoint.folder import DirectoryInUseError
 from megazero.config import Config
 from megazero.data.build import NO_TRAINING_DATA
 from megazero.data.tokenizer import Tokenizer
-from megazero.job import CountTokens, ForwardStep, Job, ModelProvider, build_job, setup_distributed, with_vocabulary
+from megazero.job import (
+    BeforeUpdate,
+    CountTokens,
+    ForwardStep,
+    Job,
+    ModelProvider,
+    build_job,
+    setup_distributed,
+    with_vocabulary,
+)
 from megazero.job_batches import batches, datasets, take_counted, token_weights
 from megazero.job_checkpoints import (
     has_failed_to_save,
@@ -59,6 +68,7 @@ def pretrain(
     model_provider: ModelProvider,
     forward_step: ForwardStep,
     count_tokens: CountTokens | None = None,
+    before_update: BeforeUpdate | None = None,
 ) -> Job:
     """Runs the job that `config` describes, from set-up to summary, and returns it.
 
@@ -69,6 +79,8 @@ def pretrain(
             get theirs by `mpu.broadcast_data`), and returns the mean loss of the next micro-batch.
         count_tokens: takes the job and a micro-batch on the host, and returns how many tokens that mean is over: 0 if none
             counts, and the mean is 0. Called only with --calculate-per-token-loss, on first tensor-parallel ranks.
+        before_update: takes the job, on every rank, when the gradients of a step are there and the weights are still those that
+            they are of. It may communicate, set `job.own_scalars` and end the run by `job.stop.end_at`.
 
     Raises:
         ValueError: --calculate-per-token-loss without `count_tokens`, or sizes, data and checkpoints that do not fit; or --save
@@ -91,6 +103,7 @@ def pretrain(
     building = f"building the model takes a while: {work}{config.model.num_parameters():,} parameters"
     with tells_out_of_memory(config), told_if_slow(logger, building):
         job = build_job(config, groups, tokenizer, model_provider, forward_step, count_tokens, draws=not loads)
+    job.before_update = before_update
     if flags.exit_duration_in_mins is not None and torch.distributed.get_rank() == 0:  # one clock: the first rank's
         minutes = flags.exit_duration_in_mins
         job.stop.end_at(started + 60 * minutes, f"--exit-duration-in-mins {minutes:g}")
@@ -197,6 +210,8 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
         with timers("backward"):
             total += engine.backward(loss)
         if engine.is_gradient_accumulation_boundary():
+            if job.before_update is not None:
+                job.before_update(job)
             report = _tell_others(total, job.stop)
         with timers("optimizer"):
             engine.step()

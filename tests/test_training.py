@@ -436,6 +436,31 @@ def test_gpus_that_pytorch_cannot_use_are_one_line_unless_they_are_hidden_or_ano
     assert run_script(1, str(script), []).returncode == 0
 
 
+@pytest.mark.parametrize("stage", ["0", "2", "3"])
+def test_the_pages_script_logs_each_gradients_norm_and_ends_when_it_says(corpus, tmp_path, stage):
+    page = (ROOT / "docs" / "training.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    more = ("--zero-stage", stage, "--global-batch-size", "8", "--fp16")
+    done = run_script(2, str(script), flags(corpus, tmp_path / "a", 3, *more))
+    assert done.returncode == 0, done.stdout
+    lines = [line for line in logged(tmp_path / "a") if line["section"] == "train"]
+    assert [line["iteration"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        norms = [value for name, value in line.items() if name.startswith("grad_norm/")]
+        assert math.hypot(*norms) == pytest.approx(line["grad_norm"], rel=1e-4) and line["grad_norm"] > 0
+
+    script.write_text(
+        code.replace("> 100", "> 0 and torch.distributed.get_rank() == job.iteration == 1").replace(
+            "import time", "import time\nimport torch"
+        )
+    )
+    done = run_script(2, str(script), flags(corpus, tmp_path / "b", 4, *more))
+    assert "stopping after iteration 2: another rank was signalled" in done.stdout, done.stdout
+    assert (tmp_path / "b" / "latest").read_text() == "global_step2"
+
+
 SHORT_OF_MEMORY = """
 import torch
 import pretrain_gpt2
