@@ -56,7 +56,6 @@ class TransformerBlock(nn.Module):
 
     def parameters_of_slices(self) -> list[nn.Parameter]:
         """The parameters that a sequence-parallel block uses on slices: of both norms, and the biases behind them."""
-        # Weight and bias of each norm, in this order.
         norms = [*self.input_layernorm.parameters(), *self.post_attention_layernorm.parameters()]
         return [*norms, self.attention.dense.bias, cast(nn.Parameter, self.mlp.dense_4h_to_h.bias)]
 
@@ -70,14 +69,15 @@ def _body(block: TransformerBlock, x: Tensor, mask: Tensor | None, cache: LayerC
 def _sequence_body(block: TransformerBlock, x: Tensor, mask: Tensor | None, _: LayerCache | None) -> Tensor:
     """`_body` on this rank's slice of the sequence: attention and MLP gather it, and reduce-scatter what they return.
 
-    They leave their biases to be added here, so that one message sums the gradients of all six parameters used on slices.
+    They leave their biases to be added here, so that one message sums the gradients of all parameters used on slices.
     """
     group = block.attention.dense.group
     shared = mpu.copy_parameters_to_sequence_parallel_region(block.parameters_of_slices(), group)
-    weight_1, bias_1, weight_2, bias_2, attention_bias, mlp_bias = shared
-    out, _ = block.attention(normalise_slice(block.input_layernorm, x, weight_1, bias_1), mask)
+    *norms, attention_bias, mlp_bias = shared
+    half = len(norms) // 2
+    out, _ = block.attention(normalise_slice(block.input_layernorm, x, norms[:half]), mask)
     x = _add_slice(block, x, out + attention_bias)
-    out, _ = block.mlp(normalise_slice(block.post_attention_layernorm, x, weight_2, bias_2))
+    out, _ = block.mlp(normalise_slice(block.post_attention_layernorm, x, norms[half:]))
     return _add_slice(block, x, out + mlp_bias)
 
 
@@ -180,8 +180,7 @@ class Transformer(nn.Module):
         group, norm = self.blocks[0].attention.dense.group, self.final_layernorm
         if not self.sequence_parallel:
             return norm(x)
-        weight, bias = mpu.copy_parameters_to_sequence_parallel_region(list(norm.parameters()), group)
-        return normalise_slice(norm, x, weight, bias)
+        return normalise_slice(norm, x, mpu.copy_parameters_to_sequence_parallel_region(list(norm.parameters()), group))
 
     def run_blocks(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """`forward` without the final layer norm."""

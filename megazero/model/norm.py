@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,6 +53,7 @@ class SliceNorm(mpu.LayerNorm):
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-def normalise_slice(norm: nn.Module, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def normalise_slice(norm: nn.Module, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """`norm(x)` of a slice of the sequence, with what `copy_parameters_to_sequence_parallel_region` made of its parameters."""
-    return functional_call(norm, {"weight": weight, "bias": bias}, x)
+    names = (name for name, _ in norm.named_parameters())
+    return functional_call(norm, dict(zip(names, parameters, strict=True)), x)

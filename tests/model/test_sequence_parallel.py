@@ -6,12 +6,14 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.testing import assert_close
 
 from megazero import activation_checkpointing, comm, mpu
 from megazero.activation_checkpointing import CheckpointSettings, checkpointer
 from megazero.arguments import load_config
 from megazero.engine import Engine, weight_decay_groups
+from megazero.model import block
 from megazero.model.cache import KeyValueCache
 from megazero.model.documents import document_positions
 from megazero.model.gpt2 import GPT2Model
@@ -65,6 +67,25 @@ WAYS = [
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_loss_logits_and_gradients_equal_plain_gpt2(world_size):
     run_ranks(world_size, equal_case, WAYS)
+
+
+def other_norm_case():
+    mpu.initialize_model_parallel(2)
+    block.build_layernorm = lambda config, **_: nn.RMSNorm(config.hidden_size)  # one parameter
+    whole, sliced = GPT2Model(small_config(max_position_embeddings=12)), GPT2Model(sliced_config())
+    randomize(whole)
+    sliced.load_state_dict(whole.state_dict())
+    tokens = random_tokens(3, 12, VOCAB)
+    losses = [model(tokens, targets=tokens) for model in (sliced, whole)]
+    assert_close(*losses, atol=1e-5, rtol=1e-5)
+    for loss in losses:
+        loss.mean().backward()
+    for (name, mine), theirs in zip(sliced.named_parameters(), whole.parameters(), strict=True):
+        assert_close(mine.grad, theirs.grad, atol=1e-5, rtol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_a_norm_without_a_bias_equals_the_one_of_whole_sequences():
+    run_ranks(2, other_norm_case)
 
 
 def documents_case():
