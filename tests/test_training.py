@@ -26,7 +26,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import pretrain_gpt2
-from megazero import comm
+from megazero import comm, mpu, training
 from megazero.arguments import load_config
 from megazero.children import children
 from megazero.data.indexed_dataset import IndexedDatasetWriter
@@ -36,7 +36,7 @@ from megazero.out_of_memory import tells_out_of_memory
 from megazero.reporting import metrics_writer, summary
 from megazero.stop_signal import StopSignal
 from megazero.timers import MOST_KEPT, Timers
-from megazero.training import _evaluating, _raise_not_finite
+from megazero.training import _evaluating, _raise_not_finite, evaluate
 from tests.ranks import run_ranks, run_script
 from tests.test_runner import ends_within
 from tests.tiny import TINY_MODEL, launch_job, logged, make_texts, make_vocabulary, run_command, run_job
@@ -1071,6 +1071,22 @@ def test_an_evaluation_that_fails_leaves_modes_and_timers_as_they_were():
         raise ZeroDivisionError
     assert [part.training for part in module] == [True, False] and module.training
     assert job.timers is timers and torch.is_grad_enabled()
+
+
+def test_an_evaluation_loses_nothing_of_many_small_losses(one_rank, monkeypatch):
+    monkeypatch.setattr(training, "batches", lambda *_: None)
+    module, losses = torch.nn.Identity(), iter([2.0**24, 1.0, 1.0, 1.0])
+    job = SimpleNamespace(
+        config=SimpleNamespace(training=SimpleNamespace(eval_iters=4), eval_batch_size=1),
+        engine=SimpleNamespace(module=module, eval=module.eval),
+        forward_step=lambda *_: torch.tensor(next(losses)),
+        count_tokens=None,
+        device=torch.device("cpu"),
+        groups=mpu.get_groups(),
+        timers=None,
+        stop=StopSignal(),
+    )
+    assert evaluate(job, None) == 2.0**22 + 0.75
 
 
 def test_timers_that_nobody_reads_keep_few_events(monkeypatch):
