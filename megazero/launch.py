@@ -65,6 +65,12 @@ def describe(rank: int, failure: ProcessFailure, log_dir: str = "") -> str:
             'says which collective ("Watchdog"). The last ones of each rank are in ~/.cache/torch/*_trace_rank_* of its node, or '
             "where TORCH_FR_DUMP_TEMP_FILE says; torchfrtrace reads them."
         )
+    if failure.exitcode == -signal.SIGBUS:
+        return (
+            f"rank {rank} was ended by SIGBUS: a page of a mapped file is not there. A file of the data (.bin, .idx, or in "
+            "--data-cache-path) has become shorter since the start, or its disk fails, which the kernel's log says (dmesg); or "
+            "/dev/shm is full (df /dev/shm). Leave the data as it is while a job runs."
+        )
     if failure.exitcode < 0:
         number = -failure.exitcode  # most real-time signals have no name
         name = next((known.name for known in signal.Signals if known == number), f"signal {number}")

@@ -312,13 +312,15 @@ def test_ctrl_c_while_others_are_waited_for_ends_the_process(corpus, by):
     assert len(output.splitlines()) == (by == "the launcher"), output  # where it waits
 
 
-def test_a_rank_that_nccl_ended_is_explained():
+def test_a_rank_that_a_signal_ended_is_explained():
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=-signal.SIGABRT, error_file="")
     said = describe(5, failure)
     assert said.startswith(
         "rank 5 was ended by SIGABRT; on GPUs most likely by NCCL's watchdog, because a collective did not end"
     )
     assert "torchfrtrace" in said and "\n" not in said
+    bus = describe(5, ProcessFailure(local_rank=1, pid=1, exitcode=-signal.SIGBUS, error_file=""))
+    assert bus.startswith("rank 5 was ended by SIGBUS: a page of a mapped file is not there.") and "\n" not in bus
     other = ProcessFailure(local_rank=1, pid=1, exitcode=-signal.SIGSEGV, error_file="")
     assert describe(5, other) == "rank 5 was ended by SIGSEGV."
     nameless = ProcessFailure(local_rank=1, pid=1, exitcode=-(signal.SIGRTMIN + 1), error_file="")
