@@ -46,12 +46,19 @@ class Block:
     fault: str | None = None
 
     def read(self) -> bytes:
-        """The bytes of the block."""
+        """The bytes of the block.
+
+        Raises:
+            ValueError: the file ends before.
+        """
         if self.data is not None:
             return self.data
         with file_named(self.path), open(self.path, "rb") as file:
             file.seek(self.start)
-            return file.read(self.stop - self.start)
+            data = file.read(self.stop - self.start)
+        if len(data) < self.stop - self.start:
+            raise ValueError(f"{self.path} has become shorter while it was read")
+        return data
 
 
 def read_blocks(

@@ -74,6 +74,14 @@ def test_lines_of_a_block(tmp_path):
     assert list(block_lines(Block(tmp_path, 0, 5, 9, b"a\nb\n"))) == [(5, b"a"), (7, b"b")]
 
 
+def test_a_block_of_a_file_that_has_become_shorter_loses_no_lines_silently(tmp_path):
+    (path := tmp_path / "in.jsonl").write_bytes(b"one\ntwo\n")
+    [block] = read_blocks(path, 100)
+    os.truncate(path, 4)
+    with pytest.raises(ValueError, match="in.jsonl has become shorter while it was read"):
+        list(block_lines(block))
+
+
 def test_tokens_are_those_of_the_documents_in_order(tmp_path, tokenizer):
     texts = make_texts(100)
     path = write_jsonl(tmp_path / "in.jsonl", texts)
