@@ -6,6 +6,7 @@ lock stands between it and this process: when either of them dies, the other one
 
 from __future__ import annotations
 
+import pickle
 import signal
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -76,7 +77,7 @@ class _Pool:
         with _interrupts_held():
             for _ in range(workers):
                 here, there = context.Pipe()
-                process = context.Process(target=_work, args=(there, function), daemon=True)
+                process = context.Process(target=_work, args=(there, pickle.dumps(function)), daemon=True)
                 try:
                     process.start()
                 except (EOFError, ConnectionError) as gone:  # the server's, which runs the main script from 3.14 on
@@ -143,13 +144,15 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _work(pipe: Connection, function: Callable) -> None:
+def _work(pipe: Connection, pickled: bytes) -> None:
+    function: Callable | None = None
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group of processes; the first one decides
     with suppress(EOFError, OSError):  # the process that wanted the results is gone
         while True:
             item = pipe.recv()
             answer: tuple[Exception | None, Any]
             try:
+                function = function or pickle.loads(pickled)  # which may read files, as tokenizers do
                 answer = None, function(item)
             except (ValueError, OSError) as error:  # of the user's input, or of the machine
                 answer = error, None

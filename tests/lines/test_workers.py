@@ -37,6 +37,13 @@ def refuses(number):
     raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad") if number else FullDiskError(28, "no room")
 
 
+class OfAFile:
+    """As a tokenizer, which reads its vocabulary again in a worker."""
+
+    def __reduce__(self):
+        return open, ("vocab.json.gone",)
+
+
 def dies(number):
     os._exit(9)
 
@@ -182,4 +189,10 @@ def test_errors_of_the_input_and_of_the_machine_come_as_they_are(workers):
         list(ordered_map(refuses, [0], workers))
     with pytest.raises(UnicodeDecodeError, match="0xff"):
         list(ordered_map(refuses, [1], workers))
+    assert not children()
+
+
+def test_a_file_that_a_worker_cannot_read_before_its_first_item_is_named():
+    with pytest.raises(FileNotFoundError, match=r"vocab\.json\.gone"):
+        list(ordered_map(OfAFile(), range(9), 2))
     assert not children()
