@@ -44,8 +44,8 @@ class Tokenizer(ABC):
     sha256: str
     files: tuple[str, ...]
 
-    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[str, ...]]:
-        return type(self), self.files
+    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[type[Tokenizer], tuple[str, ...], str]]:
+        return _made_anew, (type(self), self.files, self.sha256)
 
     @abstractmethod
     def encode_array(self, text: str) -> npt.NDArray[np.integer]:
@@ -273,6 +273,14 @@ def _inside(path: Path, pattern: str) -> Path:
             f"--tokenizer-path {path} should hold one file {pattern}; found {names}. Name the file itself."
         )
     return found[0]
+
+
+def _made_anew(kind: type[Tokenizer], files: tuple[str, ...], sha256: str) -> Tokenizer:
+    """A pickled tokenizer's copy; a ValueError where its files have changed: tokens of two vocabularies are of none."""
+    tokenizer = kind(*files)
+    if tokenizer.sha256 != sha256:
+        raise ValueError(f"{' or '.join(files)} was changed while it was read. Start again when nothing writes it.")
+    return tokenizer
 
 
 def valid_unicode(text: str) -> str:

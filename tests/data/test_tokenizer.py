@@ -113,6 +113,14 @@ def test_pickled_tokenizer_encodes_equally(any_tokenizer):
     assert copy.encode(text) == any_tokenizer.encode(text) and copy.sha256 == any_tokenizer.sha256
 
 
+def test_a_pickled_tokenizer_whose_files_have_changed_is_no_copy(tmp_path):
+    folder = make_gpt2_vocabulary(tmp_path)
+    pickled = pickle.dumps(build_tokenizer("GPT2BPETokenizer", tokenizer_path=folder))
+    (folder / "merges.txt").write_text("")
+    with pytest.raises(ValueError, match=r"merges\.txt was changed while it was read"):
+        pickle.loads(pickled)
+
+
 @pytest.mark.parametrize("ids", [[-1], [10**6]])
 def test_decoding_an_unknown_id_names_it(any_tokenizer, ids):
     with pytest.raises(ValueError, match=f"token id {ids[0]} is outside the vocabulary of {any_tokenizer.name}"):
