@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -104,8 +105,14 @@ def _files_in(folder: Path) -> list[Path]:
     for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         folders[:] = [name for name in sorted(folders) if not leads_back(Path(parent, name))]
         paths += (Path(parent, name) for name in names)
-    # A broken link is for its reader to report.
-    return sorted(path for path in paths if path.is_file() or path.is_symlink())
+    return sorted(filter(_is_to_be_read, paths))
+
+
+def _is_to_be_read(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:  # a broken link is for its reader to report
+        return path.is_symlink()
 
 
 def _check_finished(folder: Path, files: Sequence[Path], suffixes: Sequence[str], flag: str) -> None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from data_tools.documents import document_blocks
 from data_tools.options import RunOptions
 from megazero.data.arrays import read_array
-from megazero.files import append_suffix
+from megazero.files import append_suffix, is_there
 from megazero.lines.contents import describe_files, key_of
 from megazero.lines.jsonl import Block, LineError
 from megazero.lines.partial_shard import Shard
@@ -123,7 +123,7 @@ class RepeatedLines:
         for stretch in range(base + block.start >> _STRETCH_BITS, (base + block.stop - 1 >> _STRETCH_BITS) + 1):
             if stretch != self._stretch:
                 path = self._path(stretch)
-                places = read_array(path, np.int64) if path.exists() else np.empty(0, np.int64)
+                places = read_array(path, np.int64) if is_there(path) else np.empty(0, np.int64)
                 self._stretch, self._places = stretch, np.sort(places)
             first, last = np.searchsorted(self._places, (base + block.start, base + block.stop))
             found |= dict.fromkeys((self._places[first:last] - base).tolist(), self._reason)

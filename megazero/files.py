@@ -48,6 +48,15 @@ def remove_asides(path: Path) -> None:
             aside.unlink(missing_ok=True)
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is something at `path`. Where that cannot be known now, an OSError: Path.exists says no, from 3.14 on."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def nearest_there(path: str | Path) -> Path:
     """The path itself, if it exists, or the nearest folder above it that does."""
     there = Path(path).absolute()

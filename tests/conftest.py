@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import gc
+import io
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,27 @@ def one_rank() -> Iterator[None]:
     yield
     mpu.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def make_stale(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Files whose path ends so cannot be looked at from then on, which pathlib takes for missing, as from Python 3.14 on."""
+
+    def make(name: str) -> None:
+        def refusing(call):
+            def refuse(path, *args, **options):
+                if not isinstance(path, int) and f"/{os.fsdecode(path)}".endswith(f"/{name}"):
+                    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+                return call(path, *args, **options)
+
+            return refuse
+
+        for method, answer in {"exists": "exists", "is_file": "isfile", "is_symlink": "islink"}.items():
+            monkeypatch.setattr(Path, method, getattr(os.path, answer))
+        for module, function in ((os, "stat"), (os, "lstat"), (builtins, "open"), (io, "open")):
+            monkeypatch.setattr(module, function, refusing(getattr(module, function)))
+
+    return make
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.data.tokenizer import Tokenizer
-from megazero.files import append_suffix, write_json
+from megazero.files import append_suffix, is_there, write_json
 
 FORMAT = "megazero tokens 1"
 _LARGEST_SIDECAR = 1 << 26  # of half a million input files; what is larger is a corpus of text, and not read
@@ -56,7 +56,7 @@ def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
 def check_free(prefix: str | Path) -> None:
     """Raises a ValueError when writing the record of `prefix` would destroy a file of another kind."""
     path = sidecar_path(prefix)
-    if path.exists() and _load(path) is None:
+    if is_there(path) and _load(path) is None:
         raise ValueError(
             f"{path} exists and is not a record of a tokenized corpus; it would be overwritten. Choose another --output-prefix."
         )
@@ -65,14 +65,14 @@ def check_free(prefix: str | Path) -> None:
 def remove_sidecar(prefix: str | Path) -> None:
     """Removes the record of `prefix`, before it could vouch for other tokens; a file of another kind stays."""
     path = sidecar_path(prefix)
-    if path.exists() and _load(path) is not None:
+    if is_there(path) and _load(path) is not None:
         path.unlink()
 
 
 def read_sidecar(prefix: str | Path) -> Sidecar | None:
     """The record of the corpus `prefix`; None where there is none (files made by Megatron-LM)."""
     path = sidecar_path(prefix)
-    content = _load(path) if path.exists() else None
+    content = _load(path) if is_there(path) else None
     if content is None:
         return None
     known = {f.name for f in fields(Sidecar)}

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megazero.files import is_there
+
 logger = logging.getLogger(__name__)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -38,10 +40,10 @@ def check_ours(outputs: Sequence[Path], flag: str, *vouchers: Path) -> None:
         flag: that names the output, for the message.
         vouchers: records of finished runs, and journals of unfinished ones: where one of them is there, the outputs are ours.
     """
-    found = [path for path in outputs if path.exists()]
+    found = [path for path in outputs if is_there(path)]
     if not found:
         return
-    if not any(path.exists() for path in vouchers):
+    if not any(is_there(path) for path in vouchers):
         raise ValueError(
             f"{flag} {found[0]} exists and was not made by this tool. Move it away, or choose another name."
         )

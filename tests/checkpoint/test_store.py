@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import errno
-import io
 import json
 import os
 import random
@@ -157,24 +155,12 @@ def test_what_need_not_be_damage_ends_a_load_with_fallback(world, tmp_path, monk
 
 
 @pytest.mark.parametrize("name", ["latest", "index.json", "rank_00000.safetensors"])
-def test_what_cannot_be_looked_at_now_is_not_taken_for_missing(world, tmp_path, monkeypatch, name):
+def test_what_cannot_be_looked_at_now_is_not_taken_for_missing(world, tmp_path, make_stale, name):
     engine = simple_engine()
     for _ in range(2):
         one_step(engine)
         engine.save_checkpoint(str(tmp_path))
-
-    def refusing(call):
-        def refuse(path, *args, **options):
-            if os.path.basename(os.fspath(path)) == name:
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-            return call(path, *args, **options)
-
-        return refuse
-
-    monkeypatch.setattr(Path, "is_file", os.path.isfile)  # as from Python 3.14 on: False where it cannot be known
-    monkeypatch.setattr(os, "stat", refusing(os.stat))
-    for module in (builtins, io):
-        monkeypatch.setattr(module, "open", refusing(open))
+    make_stale(name)
     with pytest.raises(OSError, match=f"Stale file handle: '.*{name}'"):
         engine.load_checkpoint(str(tmp_path), fallback=True)
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from megazero.data import mmidx, preprocess
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.preprocess import tokenize_json
-from megazero.data.sidecar import Sidecar, read_sidecar, write_sidecar
+from megazero.data.sidecar import Sidecar, check_free, read_sidecar, remove_sidecar, write_sidecar
 from megazero.data.tokenizer import build_tokenizer
 from megazero.lines.jsonl import Block, block_lines, read_blocks
 from megazero.lines.partial_shard import PartialShard
@@ -269,6 +269,14 @@ def test_a_corpus_of_text_is_never_overwritten_by_a_record(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="c.json exists and is not a record"):
         tokenize_json([path], tmp_path / "c", tokenizer, options=SMALL)
     assert path.read_bytes() == before
+
+
+def test_a_record_that_cannot_be_looked_at_now_is_not_taken_for_missing(tmp_path, make_stale):
+    write_sidecar(tmp_path / "c", Sidecar("T", "s", 100, 0, 1, 1))
+    make_stale("c.json")
+    for use in (read_sidecar, remove_sidecar, check_free):
+        with pytest.raises(OSError, match="Stale file handle: '.*c.json'"):
+            use(tmp_path / "c")
 
 
 class StopAfter:

@@ -27,9 +27,12 @@ from data_tools.done_marker import made_once
 from data_tools.inputs import list_inputs
 from data_tools.line_functions import DocumentLines, Dropped, unchanged
 from data_tools.options import RunOptions, size
+from data_tools.repeats import RepeatedLines
 from data_tools.shard_plan import plan_shards
 from data_tools.shards import run_lines
 from megazero.data.cache import ArrayCache
+from megazero.lines.jsonl import Block
+from megazero.lines.outputs import check_ours
 from megazero.lines.partial_shard import PartialShard
 from megazero.lines.progress import Progress
 from tests.data_tools.steps import read_documents, run_step, write_documents
@@ -437,6 +440,21 @@ def test_a_folder_stands_for_all_documents_below_it(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", refused)
     with pytest.raises(PermissionError, match="linked"):
         list_inputs([tmp_path / "in"])
+
+
+def test_what_cannot_be_looked_at_now_is_neither_left_out_nor_kept_nor_overwritten(tmp_path, make_stale):
+    write_documents(tmp_path / "in" / "a.jsonl", [{"text": "a"}])
+    write_documents(tmp_path / "in" / "b.jsonl", [{"text": "b"}])
+    repeated = RepeatedLines(tmp_path, [tmp_path / "in" / "a.jsonl"], "repeat")
+    repeated.add(np.array([0]))
+    for name in ("b.jsonl", "0.places"):
+        make_stale(name)
+    with pytest.raises(OSError, match="Stale file handle: '.*b.jsonl'"):
+        list_inputs([tmp_path / "in"])
+    with pytest.raises(OSError, match="Stale file handle: '.*b.jsonl'"):
+        check_ours([tmp_path / "in" / "b.jsonl"], "--output")
+    with pytest.raises(OSError, match="Stale file handle: '.*0.places'"):
+        repeated(Block(tmp_path / "in" / "a.jsonl", 0, 0, 9))
 
 
 def test_other_files_of_a_folder_are_told(tmp_path, caplog):
