@@ -90,12 +90,19 @@ def checkpoint_path(directory: str | Path, tag: str) -> Path:
 
 
 def list_tags(directory: str | Path) -> list[str]:
-    """Tags of the checkpoints in `directory`, in the order in which they were written."""
+    """Tags of the checkpoints in `directory`, in the order in which they were written.
+
+    Raises:
+        OSError: it cannot be known now, where Path.glob leaves out what it cannot look at from Python 3.13 on.
+    """
+    names: list[str] = []
+    with suppress(*NOTHING_THERE, PermissionError):
+        names = os.listdir(directory)
     written: dict[str, int] = {}
-    for pattern in ("[!.]*/index.json", ".*.replaced/index.json"):  # the latter died between its two renames
-        for path in Path(directory).glob(pattern):
-            with suppress(FileNotFoundError):  # a job that saves here has just deleted it
-                written.setdefault(tag_at(path.parent), path.stat().st_mtime_ns)
+    for name in sorted(names, key=lambda name: name[0] == "."):
+        if name[0] != "." or name.endswith(".replaced"):  # the latter died between its two renames
+            with suppress(*NOTHING_THERE, PermissionError):  # no checkpoint, or just deleted; or lost+found
+                written.setdefault(tag_at(Path(name)), os.stat(Path(directory, name, "index.json")).st_mtime_ns)
     return sorted(written, key=written.__getitem__)
 
 

@@ -165,6 +165,17 @@ def test_what_cannot_be_looked_at_now_is_not_taken_for_missing(world, tmp_path, 
         engine.load_checkpoint(str(tmp_path), fallback=True)
 
 
+def test_a_checkpoint_that_cannot_be_looked_at_now_is_not_passed_over(world, tmp_path, make_stale):
+    engine = simple_engine()
+    for _ in range(3):
+        one_step(engine)
+        engine.save_checkpoint(str(tmp_path))
+    flip(tmp_path / "global_step3" / "rank_00000.safetensors", -1)
+    make_stale("global_step2/index.json")
+    with pytest.raises(OSError, match="Stale file handle: '.*global_step2/index.json'"):
+        engine.load_checkpoint(str(tmp_path), fallback=True)
+
+
 def test_few_files_are_open_at_a_time_whatever_the_number_of_ranks_that_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_file, "MOST_OPEN", 3)
     reader, before = make(tmp_path, 2, 5), len(os.listdir("/dev/fd"))
