@@ -23,6 +23,7 @@ import argparse
 import glob
 import importlib.metadata
 import logging
+import os
 import platform
 import string
 from dataclasses import dataclass
@@ -159,10 +160,21 @@ def _expanded(flags: dict[str, list[str]]) -> dict[str, list[str]]:
 def _matching(pattern: str) -> list[str]:
     if not glob.has_magic(pattern):
         return [pattern]
+    _check_listed(pattern)
     found = sorted(path for path in glob.glob(pattern, recursive=True) if not is_beside(Path(path)))
     if not found:
         raise ValueError(f"input {pattern}: no file matches")
     return found
+
+
+def _check_listed(pattern: str) -> None:
+    """Raises an OSError where a folder in which the pattern looks cannot be listed: glob takes it for empty."""
+    above = os.path.dirname(pattern)
+    if glob.has_magic(above):
+        _check_listed(above)
+    for folder in filter(os.path.isdir, glob.glob(above or ".", recursive=True)):
+        for _ in os.scandir(folder):
+            pass
 
 
 def run_pipeline(pipeline: Pipeline) -> dict[str, Any]:

