@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from megazero.files import append_suffix, locked, remove_asides, write_json, written_aside
+from megazero.files import append_suffix, locked, read_whole, remove_asides, write_json, written_aside
 from megazero.lines.outputs import check_ours, full_disk_named
 from megazero.lines.partial_shard import JOURNAL
 
@@ -37,7 +37,7 @@ def write_marker(record: Path, key: str, outputs: Sequence[Path], content: dict[
 def read_marker(record: Path, key: str, outputs: Sequence[Path]) -> dict[str, Any] | None:
     """What was written with the marker, if the outputs are there, whole, and of the same input and settings; else None."""
     try:
-        content = json.loads(marker_path(record).read_bytes())
+        content = json.loads(read_whole(marker_path(record)))
         sizes = {path.name: path.stat().st_size for path in outputs}
         is_same = content["key"] == key and content["outputs"] == sizes
         del content["key"], content["outputs"]
@@ -52,7 +52,7 @@ def read_marker(record: Path, key: str, outputs: Sequence[Path]) -> dict[str, An
 def marked_outputs(record: Path) -> list[Path]:
     """The outputs for which the done-marker vouches; none where it is missing or damaged."""
     try:
-        return [record.with_name(name) for name in json.loads(marker_path(record).read_bytes())["outputs"]]
+        return [record.with_name(name) for name in json.loads(read_whole(marker_path(record)))["outputs"]]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return []
 

@@ -128,6 +128,12 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
         file.write(content)
 
 
+def read_whole(path: Path) -> bytes:
+    """What a small file holds; an error names it, also that of a disk that fails."""
+    with file_named(path):
+        return path.read_bytes()
+
+
 def write_json(path: Path, content: Any, indent: int = 1) -> None:
     """Writes `content` to the file `path` as human-readable JSON, with `written_aside`."""
     write_whole(path, json.dumps(content, indent=indent).encode() + b"\n")

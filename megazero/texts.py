@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+from megazero.files import file_named
 from megazero.lines.jsonl import LineError, read_object
 
 
@@ -16,7 +17,8 @@ def read_text(path: str | Path, flag: str) -> str:
         ValueError: it is not UTF-8.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        with file_named(Path(path)):
+            return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{flag} {path} is not UTF-8 text, at byte {error.start}: unpack or convert it.") from error
 

@@ -12,7 +12,14 @@ import stat
 
 import pytest
 
+from data_tools.done_marker import marked_outputs
+from megazero.checkpoint.commands.verify import verify
+from megazero.checkpoint.importers.huggingface import read_huggingface
+from megazero.data.gpt2_bpe import read_gpt2_vocabulary
+from megazero.data.sidecar import read_sidecar
+from megazero.data.tokenizer import build_tokenizer
 from megazero.files import allow_many_files, append_suffix, fingerprint, locked, write_json, write_whole, written_aside
+from megazero.texts import read_text
 
 
 @pytest.mark.parametrize("hard", [resource.RLIM_INFINITY, 1 << 20])
@@ -30,6 +37,26 @@ def test_open_files_are_raised_as_far_as_the_kernel_allows(hard, allowed, raised
     monkeypatch.setattr(resource, "setrlimit", set_limits)
     allow_many_files()
     assert limits[-1] == (raised, hard)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs Linux's /proc")
+@pytest.mark.parametrize(
+    "name, read",
+    [
+        ("c.json", lambda path: read_sidecar(path.with_suffix(""))),
+        ("vocab.json", lambda path: read_gpt2_vocabulary(path, path)),
+        ("tokenizer.json", lambda path: build_tokenizer("HuggingFaceTokenizer", tokenizer_path=path)),
+        ("o.done.json", lambda path: marked_outputs(path.with_name("o"))),
+        ("valid.txt", lambda path: read_text(path, "--valid-data")),
+        ("config.json", lambda path: read_huggingface(path.parent)),
+        ("index.json", lambda path: verify(path.parent.parent, path.parent.name)),
+    ],
+)
+def test_a_small_file_that_a_disk_does_not_give_is_told_with_its_name(tmp_path, name, read):
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / name).symlink_to("/proc/self/mem")  # nobody may read its beginning
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path / 't' / name}'"):
+        read(tmp_path / "t" / name)
 
 
 def test_suffix_is_added_not_replaced():

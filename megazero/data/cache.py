@@ -21,7 +21,7 @@ from zlib import crc32
 import numpy as np
 
 from megazero.data.arrays import save_array
-from megazero.files import append_suffix, locked, mapping, write_json, written_aside
+from megazero.files import append_suffix, locked, mapping, read_whole, write_json, written_aside
 from megazero.lines.contents import key_of
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class ArrayCache:
         """The stored arrays; a FileNotFoundError where the entry, or one of its files, is absent."""
         record = append_suffix(stem, ".json")
         try:
-            content = json.loads(record.read_bytes())
+            content = json.loads(read_whole(record))
             if key_of(content["description"]) != key_of(description):
                 raise ValueError("it describes other data")
             arrays = {}

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from megazero.files import file_named, read_whole
+
 END_OF_TEXT = "<|endoftext|>"
 DEFAULT_FOLDERS = (Path("data/gpt2_bpe"), Path("data/tokenizer"))
 _VOCAB_NAMES = ("encoder.json", "vocab.json")
@@ -97,7 +99,7 @@ def read_gpt2_vocabulary(vocab_file: Path, merge_file: Path) -> tuple[dict[bytes
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_whole(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--vocab-file {path} is not JSON: {error}") from error
     if not isinstance(content, dict) or not all(type(i) is int for i in content.values()):
@@ -106,7 +108,9 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
 
 
 def _read_merges(path: Path) -> Iterator[tuple[int, str, str]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    with file_named(path):
+        text = path.read_text(encoding="utf-8")
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line or (number == 1 and line.startswith("#version")):
             continue
         left, _, right = line.partition(" ")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.data.tokenizer import Tokenizer
-from megazero.files import append_suffix, is_there, write_json
+from megazero.files import append_suffix, is_there, read_whole, write_json
 
 FORMAT = "megazero tokens 1"
 _LARGEST_SIDECAR = 1 << 26  # of half a million input files; what is larger is a corpus of text, and not read
@@ -126,7 +126,7 @@ def _load(path: Path) -> dict[str, Any] | None:
     if path.stat().st_size > _LARGEST_SIDECAR:
         return None
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_whole(path))
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) and content.get("format") == FORMAT else None

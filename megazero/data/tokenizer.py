@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data.gpt2_bpe import END_OF_TEXT, find_gpt2_files, read_gpt2_vocabulary
+from megazero.files import read_whole
 from megazero.option import check_known
 
 PathLike = str | Path
@@ -67,7 +68,7 @@ class Tokenizer(ABC):
         """The one file that defines this tokenizer."""
         if not path.is_file():
             raise FileNotFoundError(f"--tokenizer-path {path}: there is no such file")
-        content = path.read_bytes()
+        content = read_whole(path)
         self.files, self.sha256 = (str(path),), hashlib.sha256(content).hexdigest()
         return content
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from megazero.files import append_suffix, file_named, locked, remove_asides, write_whole
+from megazero.files import append_suffix, file_named, locked, read_whole, remove_asides, write_whole
 from megazero.lines.jsonl import Block, Position
 from megazero.lines.results import BlockResult, Counts, report
 
@@ -123,7 +123,7 @@ class PartialShard:
 
     def _committed(self) -> tuple[list[int], Position, Counts] | None:
         try:
-            content = json.loads(self._journal.read_bytes())
+            content = json.loads(read_whole(self._journal))
             found = [path.stat().st_size for path in self.paths]
             key, state, sizes = content["key"], content["state"], list(map(int, content["sizes"]))
             position, counts = Position(**state["position"]), Counts(**state["counts"])

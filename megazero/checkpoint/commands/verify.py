@@ -15,7 +15,7 @@ from tqdm import tqdm
 from megazero.checkpoint.format import DTYPES, RNG, CheckpointError
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.tags import checkpoint_path
+from megazero.checkpoint.tags import checkpoint_path, read_bytes
 from megazero.checkpoint.tensor_file import CheckedFile
 from megazero.logging import some
 
@@ -51,7 +51,7 @@ def verify(directory: str | Path, tag: str) -> Verification:
     """
     found = Verification(checkpoint_path(directory, tag))
     with _noting(found):
-        found.reader = reader = Reader(directory, tag, (found.path / "index.json").read_bytes())
+        found.reader = reader = Reader(directory, tag, read_bytes(found.path / "index.json"))
         with reader.well_formed("what lies in its files"):
             extents = _extents(reader)
         _check_files(found, reader, extents)

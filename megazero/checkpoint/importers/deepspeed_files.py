@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.checkpoint.importers.torch_files import load_torch_dict, load_torch_file
+from megazero.files import read_whole
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -127,7 +128,7 @@ def _folder(directory: Path, tag: str | None) -> Path:
                 f"{pointer} does not exist: DeepSpeed writes the name of its newest checkpoint there. Give the directory that "
                 "was passed to save_checkpoint, or name the tag (the folder in it)."
             )
-        tag = pointer.read_text().strip()
+        tag = read_whole(pointer).decode().strip()
     folder = directory / str(tag)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} does not exist: there is no checkpoint with the tag {tag!r} in {directory}.")

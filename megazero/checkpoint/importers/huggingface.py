@@ -21,7 +21,7 @@ from torch import Tensor
 from megazero.checkpoint.format import PLAIN_NAME
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor, Read
 from megazero.checkpoint.importers.torch_files import load_torch_file
-from megazero.files import append_suffix
+from megazero.files import append_suffix, read_whole
 from megazero.model.config import GPT2Config
 from megazero.model.huggingface import config_from_huggingface, saved_names
 
@@ -125,7 +125,7 @@ def _open(path: Path) -> dict[str, _Saved]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_whole(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}. Download it again.") from error
     if not isinstance(content, dict):

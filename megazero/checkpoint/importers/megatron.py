@@ -34,6 +34,7 @@ from megazero.checkpoint.importers.megatron_files import MegatronFiles, optimize
 from megazero.checkpoint.importers.megatron_optimizer import read_optimizer
 from megazero.checkpoint.importers.torch_dist import is_torch_dist
 from megazero.checkpoint.importers.torch_files import load_torch_dict, plain_data
+from megazero.files import read_whole
 from megazero.model.huggingface import check_names
 from megazero.mpu.partition import Partition
 from megazero.zero.bucket import MASTER
@@ -114,7 +115,7 @@ def _folder(directory: Path, iteration: int | None) -> Path:
             f"{tracker} is missing: it names the latest checkpoint of a Megatron-LM directory. Give the directory that was "
             "Megatron's --save, or an iteration."
         )
-    text = tracker.read_text().strip()
+    text = read_whole(tracker).decode().strip()
     if text != "release" and not re.fullmatch(r"[0-9]+", text):
         raise ValueError(f"{tracker} says {text[:40]!r}, where a number or 'release' is expected. Give an iteration.")
     return directory / ("release" if text == "release" else f"iter_{int(text):07d}")
