@@ -226,7 +226,9 @@ class Engine:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
             raise AssertionError(
                 f"engine.backward needs a scalar loss that depends on the parameters, got {_described(loss)}. Take the loss out "
-                "of what the model returns, average a per-token loss first, and call the engine outside no_grad."
+                "of what the model returns, average a per-token loss first, and call the engine outside no_grad. A checkpoint "
+                "with use_reentrant=True gives gradients only if an input of it requires them, which one behind frozen layers "
+                "does not: pass use_reentrant=False."
             )
         self._follow_requires_grad()  # again: the script may have called a part of the module without the engine
         if scale_wrt_gas:

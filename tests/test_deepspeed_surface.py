@@ -12,6 +12,7 @@ from datetime import timedelta
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import megazero as deepspeed
 from megazero import comm, mpu
@@ -647,6 +648,26 @@ def test_a_loss_that_is_none_says_so(one_rank, reduction):
     with pytest.raises(RuntimeError, match=r"call engine.backward\(loss\) before every step"):
         y.mean().backward()  # not the engine's
         engine.step()
+
+
+def test_a_loss_behind_a_reentrant_checkpoint_without_an_input_to_train_says_so(one_rank):
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen, self.adapter = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
+            return checkpoint(self.adapter, self.frozen(x), use_reentrant=use_reentrant).mean()
+
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    engine, *_ = deepspeed.initialize(model=Net(), config=config)
+    with (
+        pytest.warns(UserWarning, match="None of the inputs have requires_grad"),
+        pytest.raises(AssertionError, match="behind frozen layers does not: pass use_reentrant=False"),
+    ):
+        engine.backward(engine(torch.ones(2, 3), True))
+    engine.backward(engine(torch.ones(2, 3), False))
+    assert deepspeed.utils.safe_get_full_grad(engine.module.adapter.weight).abs().sum() > 0
 
 
 def test_megatrons_groups_and_ours_are_the_same_to_initialize(one_rank):
