@@ -548,3 +548,37 @@ def hugging_face_case(folder) -> None:
 def test_a_hugging_face_model_is_saved_and_resized_as_the_documents_say(tmp_path):
     pytest.importorskip("transformers")
     run_ranks(2, hugging_face_case, tmp_path)
+
+
+def adapters_case(folder) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    def engine_of(adapted):
+        torch.manual_seed(5)
+        with megazero.zero.Init():
+            model = adapted(GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=12, n_layer=1, n_head=2)))
+        trained = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+        return megazero.initialize(model=model, optimizer=trained, config=config)[0]
+
+    lora = LoraConfig(r=2, target_modules=["c_attn"], modules_to_save=["ln_f"], fan_in_fan_out=True)
+    engine = engine_of(lambda model: get_peft_model(model, lora))
+    before = engine.module_state_dict()
+    ids = torch.arange(16).view(2, 8) % 11
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+    state = engine.module_state_dict()
+    changed = {name for name in state if not torch.equal(state[name], before[name])}
+    assert {name.split(".")[-2] for name in changed} == {"default"}  # of adapters and of the copy of ln_f
+    with megazero.zero.GatheredParameters([p for p in engine.module.parameters() if p.requires_grad]):
+        if dist.get_rank() == 0:
+            engine.module.save_pretrained(folder, state_dict=dict(state))
+    dist.barrier()
+    loaded = engine_of(lambda model: PeftModel.from_pretrained(model, folder, is_trainable=True))
+    assert all(torch.equal(value, state[name]) for name, value in loaded.module_state_dict().items())
+
+
+def test_adapters_are_added_saved_and_loaded_as_the_documents_say(tmp_path):
+    pytest.importorskip("peft")
+    run_ranks(2, adapters_case, tmp_path)
