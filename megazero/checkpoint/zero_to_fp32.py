@@ -15,9 +15,10 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -165,8 +166,8 @@ def _write_directory(
             if not safe_serialization:
                 file_of = content["weight_map"]
                 file_of.update({alias: file_of[name] for alias, name in aliases.items() if name in file_of})
-            (aside / index).write_text(json.dumps(content, indent=2))
-            _sync(aside / index)
+            with _synced(aside / index) as opened:
+                opened.write(json.dumps(content, indent=2).encode())
         # The index leads to the rest: gone first and back last, it never leads to files of two conversions.
         digits = "[0-9]" * 5
         for older in (output / index, output / f"{stem}{suffix}", *output.glob(f"{stem}-{digits}-of-{digits}{suffix}")):
@@ -192,15 +193,17 @@ def _write_file(path: Path, tensors: Mapping[str, LazyTensor], aliases: Mapping[
         values = torch.from_numpy(mapped[starts[name] : starts[name] + stored.nbytes])  # a storage of its own
         state[name] = values.view(stored.dtype).view(stored.shape)
     state.update({alias: state[name] for alias, name in aliases.items() if name in state})
-    with naming(path), open(path, "wb") as opened:  # torch's own says nothing of a full disk
+    with _synced(path) as opened:  # of a path, torch.save says nothing of a full disk
         torch.save(state, opened)
+
+
+@contextmanager
+def _synced(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which is on the disk at the end of the block."""
+    with naming(path), open(path, "wb") as opened:
+        yield opened
         opened.flush()
         os.fsync(opened.fileno())
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -179,6 +179,36 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(saved, tmp_path, cap
     assert os.listdir(tmp_path) == ["whole.bin"]
 
 
+def test_a_full_disk_is_told_with_the_index_that_does_not_fit(tmp_path, capsys):
+    constant(tmp_path / "many", 1.0, 100)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        assert (
+            main([str(tmp_path / "many"), str(tmp_path / "out"), "--safe_serialization", "--max_shard_size", "1KB"])
+            == 2
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    told = capsys.readouterr().err
+    assert re.fullmatch(r"error: .*could not write .*model\.safetensors\.index\.json: File too large\n", told)
+    assert not os.listdir(tmp_path / "out")
+
+
+def test_all_that_is_written_is_synced(saved, tmp_path, monkeypatch):
+    synced, fsync = set(), os.fsync
+
+    def sync(descriptor):
+        found = os.fstat(descriptor)
+        synced.add((found.st_ino, found.st_size))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    convert_zero_checkpoint_to_fp32_state_dict(saved[0], tmp_path / "out", max_shard_size="1KiB")
+    files = {(file.stat().st_ino, file.stat().st_size) for file in (tmp_path / "out").iterdir()}
+    assert len(files) > 2 and files <= synced
+
+
 def test_a_conversion_succeeds_where_nothing_can_be_removed_while_it_is_mapped(saved, tmp_path, mapped_files_stay):
     convert_zero_checkpoint_to_fp32_state_dict(saved[0], tmp_path / "w.bin")
     assert os.listdir(tmp_path) == ["w.bin"]
