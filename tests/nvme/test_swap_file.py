@@ -7,6 +7,7 @@ import errno
 import fcntl
 import gc
 import logging
+import mmap
 import multiprocessing
 import os
 import resource
@@ -435,20 +436,26 @@ def test_a_forked_child_has_none_of_the_pages_that_a_drive_may_be_reading_into()
     assert is_mapped(buffer.data_ptr()) and not in_child(is_mapped, buffer.data_ptr())
 
 
-def fill_and_collect(nbytes):
-    """Whether memory that is filled, at the addresses that are free, is still there after a collection."""
-    own = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(4)]
+def map_and_collect(address):
+    """Whether a page that this process maps there is still there after a collection."""
+    libc, flags = ctypes.CDLL(None), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+    libc.mmap.restype, libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long],
+    )
+    assert libc.mmap(address, PAGE, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address
     gc.collect()
-    return all(bool(x.all()) for x in own)
+    return is_mapped(address)
 
 
 def test_a_forked_child_that_drops_pages_of_its_parent_keeps_its_own_memory():
     gc.disable()
     try:
-        cycle = [aligned_empty(64 << 20)]
+        cycle = [aligned_empty(PAGE)]
+        address = cycle[0].data_ptr()
         cycle.append(cycle)
         del cycle  # left to the collector of the child
-        assert in_child(fill_and_collect, 16 << 20)
+        assert in_child(map_and_collect, address)
     finally:
         gc.enable()
 
