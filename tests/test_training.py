@@ -1093,31 +1093,38 @@ def test_an_evaluation_loses_nothing_of_many_small_losses(one_rank, monkeypatch)
 
 def test_timers_that_nobody_reads_keep_few_events(monkeypatch):
     class Event:
-        """Of a device that is 5 phases behind, each of which takes it 2 ms."""
+        """Of a device that is `behind` events behind, and takes 2 ms for each phase."""
 
-        recorded: ClassVar[list[int]] = [0]
+        recorded: ClassVar[int] = 0
+        behind: ClassVar[int] = 0
 
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
 
         def record(self) -> None:
-            self.recorded[0] += 1
-            self.time = self.recorded[0]
+            Event.recorded += 1
+            self.time = Event.recorded
 
         def query(self) -> bool:
-            return self.time < self.recorded[0] - 10
+            return self.time <= Event.recorded - Event.behind
 
         def elapsed_time(self, end) -> float:
+            assert end.query(), "as CUDA does"
             return 2.0 * (end.time - self.time)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(Event, "behind", 0))
     timers = Timers(torch.device("cuda"))
-    for _ in range(3000):
-        with timers("forward"):
-            pass
-    assert len(timers._events) == MOST_KEPT, "all but those that the device may still be at"
-    assert timers.read_and_reset() == {"forward": pytest.approx(3000 * 0.002)} and timers.read_and_reset() == {}
+    for behind, kept in (
+        (10, MOST_KEPT),
+        (2 * MOST_KEPT + 11, MOST_KEPT + 6),
+    ):  # the second one is in the middle of a phase
+        Event.behind = behind
+        for _ in range(3000):
+            with timers("forward"):
+                pass
+        assert len(timers._events) == kept, "those that the device may still be at, or as many as are kept anyway"
+        assert timers.read_and_reset() == {"forward": pytest.approx(3000 * 0.002)} and timers.read_and_reset() == {}
 
 
 def test_the_peaks_of_many_ranks_are_told_in_short():
@@ -1168,6 +1175,17 @@ def test_a_log_that_cannot_be_looked_at_for_a_moment_is_continued(tmp_path, monk
     monkeypatch.setattr(Path, "is_file", lambda _: False)  # what Python says from 3.14 on where a disk does not answer
     MetricsWriter(str(tmp_path), None, 1).write(2, {"loss": 7.0}, "train")
     assert [line["loss"] for line in logged(tmp_path)] == [8.0, 7.0]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs Linux's /proc")
+def test_a_run_that_continues_in_another_folder_starts_a_log_and_one_that_cannot_be_read_is_not_replaced(tmp_path):
+    MetricsWriter(str(tmp_path), None, 1).write(2, {"loss": 7.0}, "train")
+    assert [line["loss"] for line in logged(tmp_path)] == [7.0]
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to("/proc/self/mem")  # nobody may read its beginning
+    with pytest.raises(OSError, match="Input/output error"):
+        MetricsWriter(str(tmp_path), None, 2)
+    assert (tmp_path / "metrics.jsonl").is_symlink()
 
 
 def test_a_run_that_starts_again_drops_the_points_of_the_one_that_was_lost(tmp_path):
