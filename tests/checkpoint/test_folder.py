@@ -51,6 +51,17 @@ def test_what_a_save_makes_superfluous_is_deleted_after_it_and_before_the_next(
     assert not leftovers(tmp_path) and list_tags(tmp_path) == ["global_step2", "global_step3"]
 
 
+def test_who_closes_a_folder_has_waited_until_what_is_superfluous_is_deleted(world, tmp_path, monkeypatch):
+    engine, delete = make_engine(1), folder.CheckpointFolder._delete
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path))
+    monkeypatch.setattr(folder.CheckpointFolder, "_delete", lambda *args: (time.sleep(0.3), delete(*args)))
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path), keep_last=1)
+    engine.saver.close()
+    assert visible(tmp_path) == ["global_step2", "latest", "zero_to_fp32.py"] and not leftovers(tmp_path)
+
+
 def test_a_process_that_ends_deletes_first_and_one_that_dies_leaves_it_to_who_claims_next(world, tmp_path):
     code = (
         "import os, sys, time; from pathlib import Path; from megazero.checkpoint import folder\n"
@@ -255,6 +266,7 @@ def test_what_is_not_to_be_kept_is_deleted_where_no_thread_can_be_started(world,
     monkeypatch.setattr(threading.Thread, "start", refuse)
     engine.save_checkpoint(str(tmp_path), keep_last=1)
     assert visible(tmp_path) == ["global_step2", "latest", "zero_to_fp32.py"] and not leftovers(tmp_path)
+    engine.saver.close()  # waits for no thread
 
 
 def test_keep_last_goes_by_steps_and_not_by_times_which_a_copy_or_another_clock_may_change(world, tmp_path):

@@ -24,7 +24,8 @@ from megazero.checkpoint import capture, tensor_file
 from megazero.checkpoint import format as checkpoint_format
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.tensor_file import CheckedFile
+from megazero.checkpoint.tags import latest_tag
+from megazero.checkpoint.tensor_file import CheckedFile, naming
 from megazero.engine import Engine, weight_decay_groups
 from megazero.ops.adam import CPUAdam, FusedAdam, HybridAdam
 from megazero.optim.loss_scaler import LossScaler
@@ -122,6 +123,28 @@ def test_a_disk_that_cannot_be_read_is_told_with_the_file(tmp_path):
         file.read_into(np.empty(4, dtype=np.uint8), 0, "master of x")
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(5, "Input/output error"), "[Errno 5] could not write name: Input/output error"),
+        (OSError(5, "Input/output error", "name"), "[Errno 5] could not write name: Input/output error"),
+        (OSError(5, "Input/output error", "other"), "[Errno 5] Input/output error: 'other'"),
+        (OSError("what another library says"), "what another library says"),
+    ],
+)
+def test_a_write_that_fails_is_told_with_the_one_file_that_it_was(error, told):
+    with pytest.raises(OSError) as found, naming(Path("name")):
+        raise error
+    assert str(found.value) == told
+
+
+def test_a_folder_in_the_place_of_a_file_is_a_missing_file_and_so_is_one_below_a_file(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "name", tmp_path / "name"):
+        with pytest.raises(CheckpointError, match="has no bytes where the index says 4"):
+            CheckedFile(path, 4, [0], 4, opened={}).check_size()
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs Linux's /proc")
 @pytest.mark.parametrize("name", ["latest", "global_step1/index.json"])
 def test_a_small_file_that_a_disk_does_not_give_is_told_with_its_name(world, tmp_path, name):
@@ -174,6 +197,12 @@ def test_a_checkpoint_that_cannot_be_looked_at_now_is_not_passed_over(world, tmp
     make_stale("global_step2/index.json")
     with pytest.raises(OSError, match="Stale file handle: '.*global_step2/index.json'"):
         engine.load_checkpoint(str(tmp_path), fallback=True)
+
+
+def test_where_there_is_a_folder_or_a_file_above_there_is_no_newest_checkpoint(tmp_path):
+    (tmp_path / "latest").mkdir()
+    (tmp_path / "file").touch()
+    assert [latest_tag(tmp_path / name) for name in ("", "file", "missing")] == [None, None, None]
 
 
 def test_few_files_are_open_at_a_time_whatever_the_number_of_ranks_that_saved(tmp_path, monkeypatch):
