@@ -18,7 +18,16 @@ from megazero.checkpoint.importers.huggingface import read_huggingface
 from megazero.data.gpt2_bpe import read_gpt2_vocabulary
 from megazero.data.sidecar import read_sidecar
 from megazero.data.tokenizer import build_tokenizer
-from megazero.files import allow_many_files, append_suffix, fingerprint, locked, write_json, write_whole, written_aside
+from megazero.files import (
+    allow_many_files,
+    append_suffix,
+    file_named,
+    fingerprint,
+    locked,
+    write_json,
+    write_whole,
+    written_aside,
+)
 from megazero.texts import read_text
 
 
@@ -123,6 +132,16 @@ def test_a_file_that_cannot_be_written_or_synced_is_named(tmp_path, monkeypatch)
             write_whole(tmp_path / "f", bytes(1 << 17))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("CRC check failed"), FileNotFoundError(errno.ENOENT, "No such file", "other")]
+)
+def test_an_error_that_has_no_number_or_names_a_file_already_is_told_as_it_is(tmp_path, error):
+    told = str(error)
+    with pytest.raises(type(error)), file_named(tmp_path / "f"):
+        raise error
+    assert str(error) == told
 
 
 def add_one(folder, barrier):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
 import pickle
 import re
 import resource
@@ -17,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.data import indexed_dataset, mmidx
-from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megazero.data.arrays import read_array
+from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, published
 from megazero.data.mmidx import token_dtype, write_index
 from megazero.data.sidecar import Sidecar, read_sidecar, sidecar_path, write_sidecar
 
@@ -170,6 +172,17 @@ def test_a_writer_that_finds_a_full_disk_at_the_end_leaves_nothing(tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
+def test_an_index_that_cannot_be_synced_is_named_before_anything_has_changed(golden, monkeypatch):
+    def fails(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match=f"Input/output error: '{golden}.idx'"):
+        with published(golden, golden.parent / "tokens", np.dtype("<u2"), []):
+            raise AssertionError("records would be replaced")
+    assert sorted(p.name for p in golden.parent.iterdir()) == ["g.bin", "g.idx"] and len(IndexedDataset(golden)) == 3
+
+
 @pytest.mark.parametrize("tokens", [[65536], [-1], np.array([1.5]), np.array([70000])])
 def test_tokens_that_do_not_fit_are_refused(tmp_path, tokens):
     with pytest.raises(ValueError, match="do not fit uint16|not integers"):
@@ -262,6 +275,20 @@ def test_the_range_of_a_corpus_is_found_without_its_pages_becoming_memory_of_the
     assert data.token_range() == (0, 299)
     (resident,) = re.findall(rf" {tmp_path}/c\.bin\n(?:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text())
     assert int(resident) < 1024, "kB, of 2 MiB"
+
+
+def test_the_range_of_a_corpus_is_that_of_all_chunks_in_which_it_is_read(tmp_path, monkeypatch):
+    counts, tokens = [], np.full((1 << 24) + 9, 7, np.uint16)
+    tokens[0], tokens[-1] = 3, 9
+
+    def read(path, dtype, count, offset):
+        counts.append(count)
+        return read_array(path, dtype, count, offset)
+
+    monkeypatch.setattr(indexed_dataset, "read_array", read)
+    with IndexedDatasetWriter(tmp_path / "c", np.uint16) as writer:
+        writer.add_document(tokens)
+    assert IndexedDataset(tmp_path / "c").token_range() == (3, 9) and counts == [1 << 24, 9]
 
 
 def test_fingerprint_tells_indices_apart(tmp_path, golden):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import resource
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data_tools import dedup_index as index
 from data_tools.dedup_signatures import SignatureFiles, ids_path, row_type, same_content, similarity
+from data_tools.group_duplicates import named_groups
 from data_tools.options import open_files
 
 BANDS, ROWS = 4, 3
 PERMUTATIONS = BANDS * ROWS
 LEAST = 0.7
 MB = 1 << 20
+UNREADABLE = Path("/proc/self/mem")  # at its beginning, as a file on a bad disk
 
 
 def make_rows(count, seed=0):
@@ -204,6 +207,23 @@ def test_rows_and_ids_are_read_in_any_order(tmp_path):
     ids_path(path).rename(path)
     with pytest.raises(ValueError, match=r"is damaged \([0-9]+ bytes behind its [0-9]+ rows\)"):
         SignatureFiles([path], PERMUTATIONS)
+
+
+@pytest.mark.skipif(not UNREADABLE.exists(), reason="needs Linux's /proc")
+def test_a_file_that_a_disk_does_not_give_is_named(tmp_path):
+    rows = make_rows(1)
+    rows["id_bytes"] = 4
+    files = write(tmp_path, rows, 1)
+    for path in (files.paths[0], ids_path(files.paths[0])):
+        path.unlink()
+        path.symlink_to(UNREADABLE)
+    for path, read in (
+        (files.paths[0], lambda: files.read(np.array([0]))),
+        (ids_path(files.paths[0]), lambda: files.ids(np.array([0]), rows)),
+        (UNREADABLE, lambda: list(named_groups(UNREADABLE, str))),
+    ):
+        with pytest.raises(OSError, match=f"Input/output error: '{path}'"):
+            read()
 
 
 def test_finding_the_files_of_a_few_documents_does_not_pass_over_all_files(tmp_path):

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import resource
 from functools import partial
 
 import pytest
@@ -81,14 +82,20 @@ def test_a_full_disk_at_the_start_does_not_keep_the_lock(tmp_path, monkeypatch, 
     assert error.value.errno == errno.ENOSPC  # whose traceback has kept the shard alive until here
 
 
-def test_an_output_that_cannot_be_synced_is_named(tmp_path, monkeypatch):
+def test_an_output_that_cannot_be_written_or_synced_is_named(tmp_path, monkeypatch):
     (shard,) = shards_of(tmp_path, ["a\n"])
 
     def fails(descriptor):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     stopped = PartialShard(shard, "key")
-    stopped.append(b"a\n", b"")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"File too large: '{stopped.paths[1]}'"):
+            stopped.append(b"a\n", bytes(1 << 17))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(OSError, match=f"Input/output error: '{stopped.paths[0]}'"):
         stopped.commit()
