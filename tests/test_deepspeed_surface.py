@@ -95,6 +95,8 @@ def surface_case() -> None:
     assert engine.lr_scheduler.get_lr() == engine.lr_scheduler.get_last_lr() == [0.001]
     assert engine.train() is engine and engine.training and not engine.eval().module.training
     assert engine.to(engine.device) is engine.to("cpu", torch.bfloat16) is engine
+    with pytest.raises(RuntimeError, match="nowhere"):
+        engine.to("nowhere")
     for _ in range(2):
         loss = one_step(engine.train(), x_of(rank, torch.bfloat16))
     assert loss.ndim == 0 and engine.was_step_applied() and engine.get_global_grad_norm() > 0
