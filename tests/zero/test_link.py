@@ -197,7 +197,8 @@ def test_whole_gradients_come_from_the_device_while_the_tile_before_is_updated()
 # ---- memory
 
 
-def test_device_memory_is_kept_until_the_device_waits_and_host_memory_until_the_host_does():
+@pytest.mark.parametrize("joins", [True, False])
+def test_device_memory_is_kept_until_the_device_waits_and_host_memory_until_the_host_does(joins):
     log: list = []
     way = Way(SlowStream("to host", log), most=2)
     device, host = torch.ones(3), torch.zeros(3)
@@ -206,10 +207,22 @@ def test_device_memory_is_kept_until_the_device_waits_and_host_memory_until_the_
     del device, host
     gc.collect()
     assert there() is not None and here() is not None
-    crossing.join()
-    assert there() is None and here() is not None
+    if joins:
+        crossing.join()
+        assert there() is None and here() is not None
     crossing.wait()
-    assert here() is None and crossing.is_over
+    assert there() is None and here() is None and crossing.is_over
+
+
+def test_who_waits_for_a_crossing_lets_go_of_what_those_before_it_have_used():
+    way = Way(SlowStream("to host", []), most=3)
+    values = [torch.ones(3) for _ in range(3)]
+    there = [weakref.ref(x) for x in values]
+    crossings = [way.start(lambda: None, on_device=[x]) for x in values]
+    del values
+    gc.collect()
+    crossings[1].join()
+    assert [x() is None for x in there] == [True, True, False]
 
 
 def test_no_more_than_so_many_crossings_are_under_way():
