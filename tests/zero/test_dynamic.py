@@ -691,6 +691,20 @@ def test_an_engine_that_trains_nothing_keeps_nothing_of_its_forwards(one_rank):
     assert not image._backward_hooks
 
 
+def test_an_input_that_stays_keeps_nothing_of_the_runs_that_got_it(one_rank):
+    """As an image that is trained, or one that is looked at after an interrupted step."""
+    engine = make_engine(nn.Sequential(Block(4), Block(4)), 3)
+    image = torch.ones(2, 4, requires_grad=True)
+    for _ in range(2):
+        engine.backward(engine(image).sum())
+        engine.step()
+        assert not image._backward_hooks and not engine.schedule._runs._leaf_handles
+    engine(image)
+    assert image._backward_hooks
+    engine.destroy()
+    assert not image._backward_hooks
+
+
 class ConditionedMixture(Mixture):
     """Has frozen weights beside those that one rank does not use."""
 
