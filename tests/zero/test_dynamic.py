@@ -264,6 +264,21 @@ class PartlyUsed(PartlyRecomputed):
         return super().forward(x) * (self.scale if mpu.get_data_parallel_rank() == 0 else 1)
 
 
+class Alternating(Block):
+    """Each of its layers gets a gradient from every other run alone, and on one rank one of them from none."""
+
+    def __init__(self, h: int) -> None:
+        super().__init__(h)
+        self.runs = 0
+
+    def forward(self, x):
+        self.runs += 1
+        h = x.shape[-1]
+        if self.runs % 2 == 0:
+            return x + self.down(F.pad(x, (0, self.down.in_features - h)))
+        return x + (self.up(x)[..., :h] if mpu.get_data_parallel_rank() == 0 else x)
+
+
 def partly_recomputed_case(block: type[nn.Module], stages: tuple[int, ...], shared: bool) -> None:
     mpu.initialize_model_parallel(1)
     results = []
@@ -284,6 +299,11 @@ def partly_recomputed_case(block: type[nn.Module], stages: tuple[int, ...], shar
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_part_of_a_block_is_recomputed_for_each_of_two_runs(block, stages, shared):
     run_ranks(2, partly_recomputed_case, block, stages, shared)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_block_that_uses_another_layer_in_each_of_two_runs_has_all_gradients(shared):
+    run_ranks(2, partly_recomputed_case, Alternating, STAGES, shared)
 
 
 def part_frozen_case(dtype: torch.dtype) -> None:
