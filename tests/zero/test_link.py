@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megazero import comm, mpu
+from megazero.zero.arrival import Arrival
 from megazero.zero.home import MemoryHome
 from megazero.zero.homes import TILE_MULTIPLE
 from megazero.zero.link import (
@@ -225,6 +227,37 @@ def test_who_waits_for_a_crossing_lets_go_of_what_those_before_it_have_used():
     assert [x() is None for x in there] == [True, True, False]
 
 
+def test_a_shard_comes_from_the_drive_to_the_host_and_to_the_device_as_it_is_announced_and_stays_until_it_is_placed():
+    at_once = SimpleNamespace(start=lambda work: work(), hold_back=lambda _: None, wait=lambda _: None)
+    shard = SimpleNamespace(link=Link.over(CPU, (at_once, at_once)), is_here=False, numel=3, dtype=torch.float32)
+    shard.at_hand = lambda: nullcontext(torch.ones(3))
+    reads: list[None] = []
+
+    def read() -> None:
+        reads.append(None)
+        shard.is_here = True
+
+    shard.prefetch = read
+    arrival, found = Arrival(CPU, comes_ahead=True), []
+    for _ in range(3):
+        arrival.prefetch(shard)
+        found.append(arrival.ahead)
+    assert len(reads) == 1 and found[0] is None and found[1] is found[2] is not None
+    shard.link.to_device.finish()  # it is there
+    part = torch.zeros(3)
+    there = [weakref.ref(part), weakref.ref(found.pop())]
+    found.clear()
+    work = arrival.fill(shard, part, lambda: SimpleNamespace(wait=lambda: None))
+    assert part.tolist() == [1, 1, 1] and arrival.ahead is None
+    del part
+    assert all(x() is not None for x in there), "whatever the memory is needed for next would come in between"
+    work.wait()
+    assert all(x() is None for x in there)
+    arrival.prefetch(shard)
+    arrival.settle()
+    assert arrival.ahead is None, "what is written to the shard now would be missing in it"
+
+
 def test_no_more_than_so_many_crossings_are_under_way():
     log: list = []
     way, done = Way(SlowStream("to host", log), most=2), []
@@ -249,10 +282,13 @@ def test_the_outbox_has_two_buffers_of_what_was_asked_and_waits_before_it_fills_
     way = Way(DeviceStream("to device", []), most=3)
     box = Outbox(way, pin=False)
     target, want = torch.zeros(4, 6, dtype=torch.bfloat16), torch.arange(24.0).view(4, 6).bfloat16()
+    taken = []
     for row, values in zip(target, want, strict=True):
         with box.fill(row) as filled:
             filled.copy_(values)
+            taken.append(filled)
     assert not target[3].any() and box.nbytes == 2 * 6 * 2
+    assert len({filled.data_ptr() for filled in taken}) == 2
     way.finish()
     assert torch.equal(target, want)
     with box.fill(target[0], [slice(0, 2), slice(5, 6)]) as filled:
