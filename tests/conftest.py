@@ -77,6 +77,15 @@ def make_stale(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.fixture
+def unreadable() -> Path:
+    """A file of which no read succeeds, as on a disk that fails: Linux's /proc/self/mem, whose beginning nobody may read."""
+    path = Path("/proc/self/mem")
+    if not path.exists():
+        pytest.skip("needs Linux's /proc")
+    return path
+
+
+@pytest.fixture
 def mapped_files_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """No file can be removed while this process maps it, as on SMB shares."""
     unlink = os.unlink

@@ -29,6 +29,7 @@ from megazero.files import (
     written_aside,
 )
 from megazero.texts import read_text
+from tests.bad_disks import fails, largest_file
 
 
 @pytest.mark.parametrize("hard", [resource.RLIM_INFINITY, 1 << 20])
@@ -48,7 +49,6 @@ def test_open_files_are_raised_as_far_as_the_kernel_allows(hard, allowed, raised
     assert limits[-1] == (raised, hard)
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs Linux's /proc")
 @pytest.mark.parametrize(
     "name, read",
     [
@@ -61,9 +61,9 @@ def test_open_files_are_raised_as_far_as_the_kernel_allows(hard, allowed, raised
         ("index.json", lambda path: verify(path.parent.parent, path.parent.name)),
     ],
 )
-def test_a_small_file_that_a_disk_does_not_give_is_told_with_its_name(tmp_path, name, read):
+def test_a_small_file_that_a_disk_does_not_give_is_told_with_its_name(tmp_path, unreadable, name, read):
     (tmp_path / "t").mkdir()
-    (tmp_path / "t" / name).symlink_to("/proc/self/mem")  # nobody may read its beginning
+    (tmp_path / "t" / name).symlink_to(unreadable)
     with pytest.raises(OSError, match=f"Input/output error: '{tmp_path / 't' / name}'"):
         read(tmp_path / "t" / name)
 
@@ -112,9 +112,6 @@ def test_where_folders_cannot_be_synced_files_are_written_all_the_same(tmp_path,
 
 
 def test_a_file_that_cannot_be_locked_is_named(tmp_path, monkeypatch):
-    def fails(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     monkeypatch.setattr(fcntl, "flock", fails)
     with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}/lock'"), locked(tmp_path / "lock"):
         pass
@@ -125,13 +122,8 @@ def test_a_file_that_cannot_be_written_or_synced_is_named(tmp_path, monkeypatch)
         patch.setattr(os, "fsync", lambda _: os.pwrite(-1, b"", 0))
         with pytest.raises(OSError, match=f"Bad file descriptor: '{tmp_path}/f'"):
             write_whole(tmp_path / "f", b"a")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
-    try:
-        with pytest.raises(OSError, match=f"File too large: '{tmp_path}/f'"):
-            write_whole(tmp_path / "f", bytes(1 << 17))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with largest_file(1 << 16), pytest.raises(OSError, match=f"File too large: '{tmp_path}/f'"):
+        write_whole(tmp_path / "f", bytes(1 << 17))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ import gc
 import json
 import os
 import re
-import resource
-import signal
 import socket
 import threading
 import time
@@ -21,6 +19,7 @@ from megazero import comm, mpu
 from megazero.checkpoint import saver, tensor_file, writer
 from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.tags import latest_tag, list_tags
+from tests.bad_disks import largest_file
 from tests.checkpoint.engines import make_engine, train, write_one
 from tests.ranks import run_ranks
 
@@ -60,15 +59,8 @@ def test_failed_save_leaves_the_previous_checkpoint(world, tmp_path, monkeypatch
 def test_file_size_limit_in_the_middle_of_a_file_is_an_os_error_that_names_the_file(world, tmp_path):
     engine = write_one(tmp_path)
     train(engine, 1)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
-    try:
-        with pytest.raises(OSError, match=r"could not write .*rank_00000.safetensors: File too large"):
-            engine.save_checkpoint(str(tmp_path))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, handler)
+    with largest_file(4096), pytest.raises(OSError, match=r"could not write .*rank_00000.safetensors: File too large"):
+        engine.save_checkpoint(str(tmp_path))
     assert latest_tag(tmp_path) == "global_step1"
 
 

@@ -24,6 +24,7 @@ from megazero.utils.zero_to_fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
+from tests.bad_disks import largest_file
 from tests.checkpoint.checkpoints import make, tensors
 from tests.checkpoint.test_any_to_any import Net, make_engine, train
 from tests.ranks import run_ranks
@@ -169,27 +170,17 @@ def dies_at_the_second(call):
 @pytest.mark.parametrize("missing", [1, 500], ids=["for the last byte", "for some of it"])
 def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(saved, tmp_path, capsys, missing):
     main([str(saved[0]), str(tmp_path / "whole.bin")])
-    nbytes, before = (tmp_path / "whole.bin").stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes - missing, before[1]))
-    try:
+    with largest_file((tmp_path / "whole.bin").stat().st_size - missing):
         assert main([str(saved[0]), str(tmp_path / "w.bin")]) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert re.fullmatch(r"error: .*could not write .*w\.bin: File too large\n", capsys.readouterr().err)
     assert os.listdir(tmp_path) == ["whole.bin"]
 
 
 def test_a_full_disk_is_told_with_the_index_that_does_not_fit(tmp_path, capsys):
     constant(tmp_path / "many", 1.0, 100)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        assert (
-            main([str(tmp_path / "many"), str(tmp_path / "out"), "--safe_serialization", "--max_shard_size", "1KB"])
-            == 2
-        )
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    arguments = [str(tmp_path / "many"), str(tmp_path / "out"), "--safe_serialization", "--max_shard_size", "1KB"]
+    with largest_file(4096):
+        assert main(arguments) == 2
     told = capsys.readouterr().err
     assert re.fullmatch(r"error: .*could not write .*model\.safetensors\.index\.json: File too large\n", told)
     assert not os.listdir(tmp_path / "out")

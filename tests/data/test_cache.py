@@ -8,7 +8,6 @@ import logging
 import mmap
 import multiprocessing
 import os
-import resource
 import time
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 
 from megazero.data.cache import ArrayCache
 from megazero.lines.contents import key_of
+from tests.bad_disks import largest_file
 
 DESCRIPTION = {"kind": "k", "name": "n", "seed": 1}
 
@@ -130,13 +130,9 @@ def test_unwritable_folder_names_the_flag(tmp_path):
 
 @pytest.mark.parametrize("numel", [1 << 16, (1 << 13) - 2])
 def test_an_array_that_is_cut_off_somewhere_or_in_its_last_page_is_not_stored(tmp_path, numel):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
-    try:
-        with pytest.raises(ValueError, match="cannot write the index cache .*: File too large.*--data-cache-path"):
-            ArrayCache(tmp_path).load_or_build(DESCRIPTION, lambda: {"a": np.ones(numel)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    refused = pytest.raises(ValueError, match="cannot write the index cache .*: File too large.*--data-cache-path")
+    with largest_file(1 << 16), refused:
+        ArrayCache(tmp_path).load_or_build(DESCRIPTION, lambda: {"a": np.ones(numel)})
     assert not list(tmp_path.glob("*"))
 
 

@@ -22,6 +22,7 @@ from megazero.data.arrays import read_array
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, published
 from megazero.data.mmidx import token_dtype, write_index
 from megazero.data.sidecar import Sidecar, read_sidecar, sidecar_path, write_sidecar
+from tests.bad_disks import fails
 
 # Three sequences in two documents, written out by hand from the description of the format.
 TOKENS = [[1, 2, 65535], [7], [9, 10]]
@@ -173,9 +174,6 @@ def test_a_writer_that_finds_a_full_disk_at_the_end_leaves_nothing(tmp_path, mon
 
 
 def test_an_index_that_cannot_be_synced_is_named_before_anything_has_changed(golden, monkeypatch):
-    def fails(_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(OSError, match=f"Input/output error: '{golden}.idx'"):
         with published(golden, golden.parent / "tokens", np.dtype("<u2"), []):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from data_tools.inputs import OUTPUT_FORMATS, URL_FORMATS, list_inputs
+from tests.bad_disks import largest_file
 from tests.data_tools.every_step import STEPS, TEXT_STEPS, lines_of, prepare
 from tests.data_tools.memory import descendants, peak_bytes
 from tests.data_tools.steps import run_step
@@ -113,13 +113,9 @@ def test_what_no_step_has_made_is_not_overwritten(folder, step):
 @pytest.mark.parametrize("step", STEPS)
 def test_a_full_disk_is_one_line_and_costs_nothing(folder, step):
     case = prepare(step, folder)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limit[1]))
-    try:
-        with pytest.raises(OSError, match="File too large while writing .*: make room and start again") as error:
-            run_step(step, *case.argv())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    full = pytest.raises(OSError, match="File too large while writing .*: make room and start again")
+    with largest_file(3000), full as error:
+        run_step(step, *case.argv())
     assert "\n" not in str(error.value) and str(error.value).count("make room") == 1
     assert without_outputs(case) and not list(Path().rglob("out*.done.json"))
     run_step(step, *case.argv())

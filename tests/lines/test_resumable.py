@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import pickle
-import resource
 from functools import partial
 
 import pytest
@@ -16,6 +15,7 @@ from megazero.lines.partial_shard import PartialShard, Shard
 from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult, Counts
 from megazero.lines.resumable import WorkOptions, fill
+from tests.bad_disks import fails, largest_file
 
 
 def copied(item):
@@ -85,17 +85,9 @@ def test_a_full_disk_at_the_start_does_not_keep_the_lock(tmp_path, monkeypatch, 
 def test_an_output_that_cannot_be_written_or_synced_is_named(tmp_path, monkeypatch):
     (shard,) = shards_of(tmp_path, ["a\n"])
 
-    def fails(descriptor):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     stopped = PartialShard(shard, "key")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
-    try:
-        with pytest.raises(OSError, match=f"File too large: '{stopped.paths[1]}'"):
-            stopped.append(b"a\n", bytes(1 << 17))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with largest_file(1 << 16), pytest.raises(OSError, match=f"File too large: '{stopped.paths[1]}'"):
+        stopped.append(b"a\n", bytes(1 << 17))
     monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(OSError, match=f"Input/output error: '{stopped.paths[0]}'"):
         stopped.commit()
