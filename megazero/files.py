@@ -88,6 +88,13 @@ def file_named(path: Path) -> Iterator[None]:
         raise
 
 
+def sync_file(file: BinaryIO, path: Path) -> None:
+    """Makes what was written to the open file survive a power failure; an error names it by `path`."""
+    with file_named(path):
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def sync_folder(folder: Path) -> None:
     """Makes renames inside `folder` survive a power failure, if the file system can sync folders."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -112,9 +119,7 @@ def written_aside(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(aside, "wb") as file:
             yield file
-            with file_named(path):
-                file.flush()
-                os.fsync(file.fileno())
+            sync_file(file, path)
         os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)

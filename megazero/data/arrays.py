@@ -28,7 +28,7 @@ def read_array(path: Path, dtype: npt.DTypeLike, count: int | None = None, offse
         array = np.empty(count, dtype)
         view = array.view(np.uint8).data
         file.seek(offset)
-        while len(view) and (read := file.readinto(view)):
+        while read := file.readinto(view):  # 0 also where nothing is left to ask for
             view = view[read:]
     if len(view):
         raise ValueError(f"{path} has become shorter while it was read")

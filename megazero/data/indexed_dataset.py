@@ -26,6 +26,7 @@ from megazero.files import (
     aside_name,
     file_named,
     mapping,
+    sync_file,
     sync_folder,
     written_aside,
 )
@@ -89,8 +90,7 @@ class IndexedDatasetWriter:
     ) -> None:
         try:
             if kind is None:
-                self._bin.flush()
-                os.fsync(self._bin.fileno())
+                sync_file(self._bin, append_suffix(self.prefix, ".bin"))
                 sizes, doc_idx = np.asarray(self._sizes, dtype=np.int32), np.asarray(self._doc_idx, dtype=np.int64)
                 with published(self.prefix, self._aside, self.dtype, [(sizes, doc_idx)]):
                     remove_sidecar(self.prefix)
@@ -108,10 +108,9 @@ def published(prefix: Path, tokens: Path, dtype: np.dtype, parts: Sequence[mmidx
     """
     index = append_suffix(prefix, ".idx")
     with written_aside(index) as file:
-        mmidx.write_index(file, dtype, parts)
         with file_named(index):
-            file.flush()
-            os.fsync(file.fileno())  # on a full disk it fails here, where nothing has changed yet
+            mmidx.write_index(file, dtype, parts)
+        sync_file(file, index)  # on a full disk it fails here, where nothing has changed yet
         index.unlink(missing_ok=True)
         yield
         os.replace(tokens, append_suffix(prefix, ".bin"))

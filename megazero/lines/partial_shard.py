@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from megazero.files import append_suffix, file_named, locked, read_whole, remove_asides, write_whole
+from megazero.files import append_suffix, file_named, locked, read_whole, remove_asides, sync_file, write_whole
 from megazero.lines.jsonl import Block, Position
 from megazero.lines.results import BlockResult, Counts, report
 
@@ -100,9 +99,7 @@ class PartialShard:
         if time.monotonic() - self._commit_time < interval_s:
             return
         for path, file in zip(self.paths, self._files, strict=True):
-            with file_named(path):
-                file.flush()
-                os.fsync(file.fileno())
+            sync_file(file, path)
         self._write_journal()
         self._commit_time = time.monotonic()
 

@@ -173,8 +173,15 @@ def test_a_writer_that_finds_a_full_disk_at_the_end_leaves_nothing(tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
-def test_an_index_that_cannot_be_synced_is_named_before_anything_has_changed(golden, monkeypatch):
+def test_what_cannot_be_written_or_synced_is_named_before_anything_has_changed(golden, monkeypatch):
     monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match=f"Input/output error: '{golden}.bin'"):
+        with IndexedDatasetWriter(golden, np.uint16) as writer:
+            writer.add_document([5])
+    with pytest.raises(OSError, match=f"Input/output error: '{golden}.idx'"):
+        with published(golden, golden.parent / "tokens", np.dtype("<u2"), []):
+            raise AssertionError("records would be replaced")
+    monkeypatch.setattr(mmidx, "write_index", fails)
     with pytest.raises(OSError, match=f"Input/output error: '{golden}.idx'"):
         with published(golden, golden.parent / "tokens", np.dtype("<u2"), []):
             raise AssertionError("records would be replaced")
