@@ -91,7 +91,12 @@ def file_named(path: Path) -> Iterator[None]:
 def sync_file(file: BinaryIO, path: Path) -> None:
     """Makes what was written to the open file survive a power failure; an error names it by `path`."""
     with file_named(path):
-        file.flush()
+        try:
+            file.flush()
+        except OSError:
+            with suppress(OSError):  # it would be the caller's close that fails again, in the place of this error
+                file.close()
+            raise
         os.fsync(file.fileno())
 
 

@@ -84,10 +84,9 @@ def test_a_full_disk_at_the_start_does_not_keep_the_lock(tmp_path, monkeypatch, 
 
 def test_an_output_that_cannot_be_written_or_synced_is_named(tmp_path, monkeypatch):
     (shard,) = shards_of(tmp_path, ["a\n"])
-
     stopped = PartialShard(shard, "key")
     with largest_file(1 << 16), pytest.raises(OSError, match=f"File too large: '{stopped.paths[1]}'"):
-        stopped.append(b"a\n", bytes(1 << 17))
+        stopped.append(b"a\n", bytes(1 << 19))
     monkeypatch.setattr(os, "fsync", fails)
     with pytest.raises(OSError, match=f"Input/output error: '{stopped.paths[0]}'"):
         stopped.commit()
