@@ -64,7 +64,8 @@ def status(key: str) -> int:
 
 def limit_data(limit: int) -> None:
     """Lets this process's data grow by `limit` bytes."""
-    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + limit, status("VmData") + limit))
+    most = status("VmData") + limit  # once: another thread may change it, and the first must not be above the second
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 class Block(nn.Module):
