@@ -70,14 +70,14 @@ class _Pool:
 
     def __init__(self, function: Callable, workers: int) -> None:
         # forkserver: a plain fork would copy the locks of this process's threads (torch, tqdm) in whatever state they are.
-        context = get_context("forkserver")
+        context, pickled = get_context("forkserver"), pickle.dumps(function)
         self._processes: list[Any] = []
         self._idle: list[Connection] = []
         self._busy: dict[Connection, int] = {}
         with _interrupts_held():
             for _ in range(workers):
                 here, there = context.Pipe()
-                process = context.Process(target=_work, args=(there, pickle.dumps(function)), daemon=True)
+                process = context.Process(target=_work, args=(there, pickled), daemon=True)
                 try:
                     process.start()
                 except (EOFError, ConnectionError) as gone:  # the server's, which runs the main script from 3.14 on
