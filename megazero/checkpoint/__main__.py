@@ -14,6 +14,7 @@ from megazero.checkpoint.commands.export import export_huggingface
 from megazero.checkpoint.commands.ls import describe, describe_directory, locate, open_checkpoint
 from megazero.checkpoint.commands.reshape import reshape
 from megazero.checkpoint.commands.verify import verify
+from megazero.checkpoint.importers.dcp import read_dcp
 from megazero.checkpoint.importers.deepspeed import read_deepspeed
 from megazero.checkpoint.importers.foreign import write_foreign
 from megazero.checkpoint.importers.huggingface import read_huggingface
@@ -84,8 +85,9 @@ def make_parser() -> argparse.ArgumentParser:
     sub = command("import", _import, "write what another framework has saved as a checkpoint")
     sub.add_argument("path", metavar="PATH", help="what it has saved: its directory of checkpoints, or of the model")
     sub.add_argument("out", metavar="OUT", help="directory in which the checkpoint is written")
+    sources = ("deepspeed", "megatron", "huggingface", "dcp")
     sub.add_argument(
-        "--from", dest="source", required=True, choices=("deepspeed", "megatron", "huggingface"), help="whose files"
+        "--from", dest="source", required=True, choices=sources, help="whose files; dcp: torch.distributed.checkpoint's"
     )
     sub.add_argument("--tag", help="which of its checkpoints (default: its latest); of megatron the iteration")
     sub.add_argument("--vocab-size", type=int, help="megatron: without padding, which is not in its files")
@@ -150,9 +152,9 @@ def _import(arguments: argparse.Namespace) -> int:
         iteration = None if arguments.tag is None else int(arguments.tag)
         foreign = read_megatron(arguments.path, iteration, **megatron_only)
     elif arguments.tag is not None:
-        raise ValueError("--tag: a Hugging Face directory holds one model. Drop it.")
+        raise ValueError(f"--tag: a directory of {arguments.source} holds one model. Drop it.")
     else:
-        foreign = read_huggingface(arguments.path)
+        foreign = {"huggingface": read_huggingface, "dcp": read_dcp}[arguments.source](arguments.path)
     _show_written(write_foreign(foreign, arguments.out))
     return 0
 

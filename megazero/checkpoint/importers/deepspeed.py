@@ -20,7 +20,13 @@ from torch import Tensor
 
 from megazero.checkpoint.importers.deepspeed_files import DeepSpeedFiles, find_deepspeed_files
 from megazero.checkpoint.importers.deepspeed_partitions import SavedOptimizer, is_vector, read_optimizer_files
-from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor, Read, loss_scaler_state
+from megazero.checkpoint.importers.foreign import (
+    ForeignCheckpoint,
+    ForeignTensor,
+    Read,
+    loss_scaler_state,
+    type_of_states,
+)
 from megazero.checkpoint.importers.megatron_cuts import merge_model_parallel
 from megazero.checkpoint.importers.torch_files import Record, plain_data
 
@@ -179,29 +185,12 @@ def _optimizer_type(where: str, config: Any, saved: SavedOptimizer) -> str | Non
     """The class's name; DeepSpeed's "Adam" is AdamW unless adam_w_mode is off."""
     section = config.get("optimizer") if isinstance(config, dict) else None
     if not section or not section.get("type"):
-        return None if saved.counters is None else _type_of_states(where, saved)
+        if saved.counters is None:
+            return None
+        keys = {key for states in saved.readers.values() for key in states} - {"master"}
+        return type_of_states(where, keys, saved.groups)
     is_coupled = not (section.get("params") or {}).get("adam_w_mode", True)
     return {"adam": "Adam" if is_coupled else "AdamW", "adamw": "AdamW"}.get(section["type"].lower(), section["type"])
-
-
-def _type_of_states(where: str, saved: SavedOptimizer) -> str | None:
-    """The class's name where the script made the optimizer itself: files have its states, not its class. None if not Adam's."""
-    keys = {key for states in saved.readers.values() for key in states} - {"master"}
-    if keys != {"exp_avg", "exp_avg_sq"}:
-        logger.warning(
-            "%s does not say which optimizer has the states %s, and so no run can load them: load what is imported with "
-            "--no-load-optim (load_optimizer_states=False)",
-            *(where, ", ".join(sorted(keys)) or "none"),
-        )
-        return None
-    # torch's groups say how weights decay, since 2.8; fused Adams, whose groups do not, decouple it by default.
-    kind = "AdamW" if (saved.groups or [{}])[0].get("decoupled_weight_decay", True) else "Adam"
-    logger.warning(
-        "%s does not say which optimizer has the states exp_avg and exp_avg_sq: they are imported as %s's. If they were "
-        "another's, load what is imported with --no-load-optim (load_optimizer_states=False)",
-        *(where, kind),
-    )
-    return kind
 
 
 def _loss_scaler(state: dict[str, Any]) -> dict[str, Any] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from megazero.checkpoint.plain import encode, plain_settings
 from megazero.checkpoint.tags import tag_of
 from megazero.checkpoint.writer import Piece
 from megazero.zero.bucket import MASTER
+
+logger = logging.getLogger(__name__)
 
 Read = Callable[[], Tensor]
 """Reads a whole tensor, when it is asked for."""
@@ -67,6 +70,25 @@ class ForeignCheckpoint:
 def loss_scaler_state(scale: Any, hysteresis_left: Any, clean_steps: Any) -> dict[str, Any]:
     """The state of our `LossScaler`, from which a dynamic loss scale continues."""
     return {"scale": float(scale), "hysteresis_left": int(hysteresis_left), "clean_steps": int(clean_steps)}
+
+
+def type_of_states(where: str, keys: set[str], groups: Sequence[Mapping[str, Any]] | None = None) -> str | None:
+    """The class of an optimizer whose tensors have these names, where files do not say it. None if they are not Adam's."""
+    if keys != {"exp_avg", "exp_avg_sq"}:
+        logger.warning(
+            "%s does not say which optimizer has the states %s, and so no run can load them: load what is imported with "
+            "--no-load-optim (load_optimizer_states=False)",
+            *(where, ", ".join(sorted(keys)) or "none"),
+        )
+        return None
+    # torch's groups say how weights decay, since 2.8; fused Adams, whose groups do not, decouple it by default.
+    kind = "AdamW" if (groups or [{}])[0].get("decoupled_weight_decay", True) else "Adam"
+    logger.warning(
+        "%s does not say which optimizer has the states exp_avg and exp_avg_sq: they are imported as %s's. If they were "
+        "another's, load what is imported with --no-load-optim (load_optimizer_states=False)",
+        *(where, kind),
+    )
+    return kind
 
 
 def write_foreign(foreign: ForeignCheckpoint, directory: str | Path) -> Path:
