@@ -280,11 +280,12 @@ def _join_by_environment(backend: str, timeout: timedelta) -> None:
 def _explained(error: RuntimeError) -> Exception | None:
     """An error that says what to do about this one of torch's; None if it is not known."""
     who, text = f"rank {os.environ['RANK']}", str(error)
-    if "Duplicate GPU" in text:  # as NCCL says it
+    if "Duplicate GPU" in text or "using the same GPU" in text:  # as NCCL says it, before 2.30 and since
         return ValueError(
             f"{who}: another rank has the same GPU, {local_device()}, and NCCL wants one for each. Start as "
             f"many ranks on a node as it has GPUs, of which {torch.cuda.device_count()} are visible here (NPROC; torchrun "
-            "--nproc-per-node), or let them share GPUs by --distributed-backend gloo, which is slow."
+            "--nproc-per-node). To try more, let them share GPUs, which is slow: by --distributed-backend gloo, or by "
+            "NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment (NCCL 2.30 and newer)."
         )
     if isinstance(error, dist.DistNetworkError) and "trying to connect" in text:
         return OSError(f"{who}: {_why_unanswered()} ({text.rstrip('.')})")

@@ -299,11 +299,17 @@ MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 AS_IT_WAS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "PYTORCH_ALLOC_CONF")
 
 
-def test_more_ranks_than_gpus_over_nccl_are_told_what_to_change(monkeypatch):
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Duplicate GPU detected : rank 2 and rank 0 both on CUDA device 1b000",
+        # from NCCL 2.30 on
+        "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this configuration.",
+    ],
+)
+def test_more_ranks_than_gpus_over_nccl_are_told_what_to_change(monkeypatch, said):
     def init(*_, **__):
-        raise dist.DistBackendError(
-            "...\nLast error:\nDuplicate GPU detected : rank 2 and rank 0 both on CUDA device 1b000"
-        )
+        raise dist.DistBackendError(f"...\nLast error:\n{said}")
 
     played = {"is_available": lambda: True, "device_count": lambda: 2, "current_device": lambda: 0}
     for name, value in {**played, "set_device": lambda _: None}.items():
