@@ -42,8 +42,9 @@ def _rank_main(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
     try:
-        device = torch.device("cuda", rank) if backend == "nccl" else None
+        device = torch.device("cuda", rank % torch.cuda.device_count()) if backend == "nccl" else None
         if device is not None:
+            os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")  # see `has_gpus`
             torch.cuda.set_device(device)
         dist.init_process_group(
             backend,
@@ -62,12 +63,20 @@ def _rank_main(
     dist.destroy_process_group()
 
 
+def has_gpus(ranks: int) -> bool:
+    """Whether as many ranks can be joined by NCCL here: from 2.30 on also such as share a GPU, which take turns on it."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    return ranks <= gpus or (gpus > 0 and torch.cuda.nccl.version() >= (2, 30))
+
+
 def run_ranks(
     world_size: int, function: Callable, *args: Any, timeout_s: float = 120.0, backend: str = "gloo"
 ) -> list[Any]:
     """Calls `function(*args)` on `world_size` ranks and returns their results in rank order.
 
-    Over nccl each rank has a GPU of its own; over gloo those that use CUDA share the first one.
+    Over nccl each rank has a GPU of its own, as far as there are any; over gloo those that use CUDA share the first one.
 
     `function` is a module-level function and everything passed or returned is picklable (return numbers and lists, not tensors
     that share memory). torch.distributed is initialised; model-parallel groups are the function's own business.

@@ -11,26 +11,27 @@ import torch
 from megazero import activation_checkpointing
 from megazero.comm import channel
 from tests import test_parity
-from tests.ranks import run_ranks
+from tests.ranks import has_gpus, run_ranks
 from tests.zero.models import Toy, make_engine
 from tests.zero.test_engine import engine_case
 from tests.zero.test_offload import resume_case
 
-GPUS = torch.cuda.device_count()
 
-
-def on_gpus(count: int, *place: Any, id: str) -> Any:
-    marks = [pytest.mark.gpu, pytest.mark.skipif(count > GPUS, reason=f"needs {count} CUDA devices")]
-    return pytest.param(*place, id=id, marks=marks)
+def on_gpu(*place: Any, id: str, nccl_ranks: int = 1) -> Any:
+    reason = f"needs {nccl_ranks} CUDA devices" + ", or one and NCCL 2.30" * (nccl_ranks > 1)
+    return pytest.param(
+        *place, id=id, marks=[pytest.mark.gpu, pytest.mark.skipif(not has_gpus(nccl_ranks), reason=reason)]
+    )
 
 
 # Ranks, backend, and what a channel takes for its backend: not gloo but "native" shows on the CPU what NCCL is asked for.
 PLACES = [
     pytest.param(1, "gloo", None, id="CPU"),
     pytest.param(2, "gloo", "native", id="2 ranks, CPU, NCCL's lane"),
-    on_gpus(1, 1, "nccl", None, id="NCCL"),
-    on_gpus(1, 2, "gloo", None, id="2 ranks on one GPU"),
-    on_gpus(2, 2, "nccl", None, id="2 ranks, NCCL"),
+    on_gpu(1, "nccl", None, id="NCCL"),
+    on_gpu(2, "gloo", None, id="2 ranks on one GPU"),
+    on_gpu(2, "nccl", None, id="2 ranks, NCCL", nccl_ranks=2),
+    on_gpu(4, "nccl", None, id="4 ranks, NCCL", nccl_ranks=4),
 ]
 everywhere = pytest.mark.parametrize(("ranks", "backend", "lane"), PLACES)
 
