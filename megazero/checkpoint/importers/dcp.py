@@ -37,6 +37,7 @@ States = Mapping[str, Mapping[str, SavedTensor]]  # by parameter, and by the sta
 def read_dcp(folder: str | Path) -> ForeignCheckpoint:
     """The weights, and the optimizer's states where they have the parameters' names.
 
+    They may be in a folder each, side by side in `folder`, as Hugging Face's accelerate saves them.
     A tensor without states is frozen, or a buffer: the folder does not say which. One whose values are those of another is a
     further name of that. Tensors are read when they are asked for, these two kinds also at once.
 
@@ -45,12 +46,19 @@ def read_dcp(folder: str | Path) -> ForeignCheckpoint:
         ValueError: it is damaged, or has states of a parameter without weights.
     """
     folder = Path(folder)
-    if not is_torch_dist(folder):
+    parts = [folder] if is_torch_dist(folder) else sorted(filter(is_torch_dist, folder.glob("*/")))
+    if not parts:
         raise FileNotFoundError(
             f"{folder} has neither .metadata nor *.distcp files. Give the folder that torch.distributed.checkpoint.save wrote, "
             "with all of its files."
         )
-    saved = read_torch_dist(folder)
+    saved: dict[str, SavedTensor] = {}
+    for part in parts:
+        found = read_torch_dist(part)
+        if twice := saved.keys() & found.keys():
+            names = ", ".join(each.name for each in parts)
+            raise ValueError(f"{folder} holds several checkpoints with a {min(twice)}: {names}. Give one of them.")
+        saved |= found
     weights = {name: tensor for name, tensor in saved.items() if not _OF_OPTIMIZER.fullmatch(name)}
     if not weights:
         raise ValueError(

@@ -53,7 +53,8 @@ def train_in_fsdp(folder: str) -> dict[str, Any]:
                 "named": {"app": {"model": weights, "optim": states}, "step": 3, "ema": {"gain": torch.ones(1)}},
                 "flat": {**weights, "optimizer": flat},
                 "numbered": {"model": weights, "optimizer": optimizer.state_dict()},
-                "weights": {"model": weights},
+                "apart/pytorch_model_fsdp_0": {"model": weights},
+                "apart/optimizer_0": {"optimizer": states},
             }
             for name, state in save.items():
                 dcp.save(state, checkpoint_id=f"{folder}/{name}")
@@ -93,7 +94,7 @@ def fsdp(tmp_path_factory):
     return folder, first
 
 
-@pytest.mark.parametrize(("form", "stage"), [("named", 0), ("named", 3), ("flat", 2)])
+@pytest.mark.parametrize(("form", "stage"), [("named", 0), ("named", 3), ("flat", 2), ("apart", 1)])
 def test_a_run_of_fsdp2_goes_on_to_round_off(fsdp, tmp_path, form, stage):
     folder, want = fsdp
     assert main(["import", "--from", "dcp", str(folder / form), str(tmp_path)]) == 0
@@ -103,7 +104,7 @@ def test_a_run_of_fsdp2_goes_on_to_round_off(fsdp, tmp_path, form, stage):
     assert_close(got["weights"], want["weights"])
 
 
-@pytest.mark.parametrize("form", ["numbered", "weights"])
+@pytest.mark.parametrize("form", ["numbered", "apart/pytorch_model_fsdp_0"])
 def test_weights_alone_are_imported_where_states_have_no_names(fsdp, tmp_path, caplog, form):
     folder, want = fsdp
     assert main(["import", "--from", "dcp", str(folder / form), str(tmp_path)]) == 0
@@ -155,6 +156,15 @@ def test_states_of_an_unknown_optimizer_are_kept_and_told(tmp_path, caplog):
 def test_states_without_their_weights_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has states of the optimizer for other\.c and others, and no weights"):
         read_dcp(saved(tmp_path, {"other.c.exp_avg": (3, 2)}))
+
+
+def test_a_folder_of_several_checkpoints_is_refused(tmp_path):
+    for step in (10, 20):
+        saved(tmp_path / f"step-{step}", {})
+    with pytest.raises(
+        ValueError, match=r"holds several checkpoints with a model\.a: step-10, step-20. Give one of them"
+    ):
+        read_dcp(tmp_path)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path, capsys):
