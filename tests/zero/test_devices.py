@@ -34,6 +34,7 @@ PLACES = [
     on_gpu(4, "nccl", None, id="4 ranks, NCCL", nccl_ranks=4),
 ]
 everywhere = pytest.mark.parametrize(("ranks", "backend", "lane"), PLACES)
+where_several = pytest.mark.parametrize(("ranks", "backend", "lane"), [at for at in PLACES if at.values[0] > 1])
 
 
 def case(lane: str | None, function: Callable, args: tuple, options: dict) -> None:
@@ -50,6 +51,20 @@ def run_there(ranks: int, backend: str, lane: str | None, function: Callable, *a
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_stage_equals_plain_torch(ranks, backend, lane, stage):
     run_there(ranks, backend, lane, engine_case, "sgd", stage=stage)
+
+
+WAYS = {
+    "new weights during the next forward": {"stage": 2, "overlap_param_gather": True},
+    "sets of two ranks": {"stage": 3, "shard_size": 2},
+    "nothing overlapped": {"stage": 3, "overlap_comm": False},
+    "on a drive": {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"},
+}
+
+
+@where_several
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_between_ranks_equal_plain_torch(ranks, backend, lane, way, tmp_path):
+    run_there(ranks, backend, lane, engine_case, "adamw", nvme_path=str(tmp_path), **WAYS[way])
 
 
 @everywhere
