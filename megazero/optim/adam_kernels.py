@@ -146,8 +146,37 @@ def mixed_kernel(needs_float16: bool = False) -> MixedKernel:
     if needs_float16 and not adam_numba.has_float16():
         logger.info("CPU Adam: float16 by torch in tiles (this CPU has no instruction for it)")
         return tiled
+    if fusion() is None:
+        logger.info("CPU Adam: 16-bit numbers by torch in tiles (its kernel for this CPU rounds unlike numba's)")
+        return tiled
     logger.info(f"CPU Adam: {'float16' if needs_float16 else '16-bit numbers'} in one pass by numba")
     return one_pass
+
+
+@cache
+def fusion() -> tuple[bool | None, bool | None] | None:
+    """That of numba's `FUSIONS` with which its pass gives the bits of torch's kernel; None if none does.
+
+    torch's compiler decides, for each kind of processor, so it is tried.
+    """
+    from megazero.optim.adam_numba import BLOCK_NUMEL, FUSIONS, adam_pass
+
+    # Adam, because AdamW has a sum less.
+    settings = AdamSettings(
+        lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, is_decoupled=False, corrects_bias=True
+    )
+    # Weights, gradients and both moments.
+    start = torch.rand(4, BLOCK_NUMEL, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    want = start.clone()
+    with _one_thread():
+        unmixed(settings, Operands._make((*want, None)), 3.0, 0.7)
+    want[1] = start[1]  # torch's kernel scales the gradients too
+    for fuses in FUSIONS:
+        got = start.clone()
+        adam_pass(*map(_array, (*got, None)), *_coefficients(settings, 3.0, 0.7), *fuses)
+        if torch.equal(got, want):
+            return fuses
+    return None
 
 
 def tiled(settings: AdamSettings, operands: Operands, step: float, scale: float = 1.0) -> None:
@@ -172,11 +201,12 @@ def unmixed(settings: AdamSettings, operands: Operands, step: float, scale: floa
 
 def one_pass(settings: AdamSettings, operands: Operands, step: float, scale: float = 1.0) -> None:
     """Like `mixed`, by numba, on as many threads as torch would use."""
-    from megazero.optim.adam_numba import BLOCK_NUMEL, adam_pass
+    from megazero.optim.adam_numba import BLOCK_NUMEL, FUSIONS, adam_pass
 
     # The rest is torch's, whose kernel rounds the numbers after the last whole vector in another way.
     whole = operands.weights.numel() // BLOCK_NUMEL * BLOCK_NUMEL
-    arrays, coefficients = [_array(tensor) for tensor in operands], _coefficients(settings, step, scale)
+    arrays = [_array(tensor) for tensor in operands]
+    coefficients = (*_coefficients(settings, step, scale), *(fusion() or FUSIONS[0]))
     threads = min(torch.get_num_threads(), max(1, whole // THREAD_NUMEL))
     parts = 1 if threads == 1 else threads * max(1, whole // (threads * TILE_NUMEL))
     ranges = iter(split(whole, parts, BLOCK_NUMEL))

@@ -1,8 +1,8 @@
 """Adam in one pass over memory, compiled by numba. Importing this module needs numba; `adam_kernels` says what happens without.
 
-Operations, their order and their rounding are those of torch's fused CPU kernel (aten/src/ATen/native/cpu/FusedAdamKernel.cpp) as
-it is built for AVX2 and AVX512, so that the results are equal bit for bit: the sums that its compiler contracts to fused
-multiply-adds are written as such here. Without fastmath LLVM neither reorders nor contracts anything by itself.
+Operations, their order and their rounding are those of torch's fused CPU kernel (aten/src/ATen/native/cpu/FusedAdamKernel.cpp),
+so that the results are equal bit for bit: the sums that its compiler contracts to fused multiply-adds, which are others for other
+processors, are written as such here. Without fastmath LLVM neither reorders nor contracts anything by itself.
 
 Numbers of 16 bits come as integers of their bits, bfloat16 as uint16 and float16 as int16: the type alone says which it is.
 """
@@ -26,6 +26,9 @@ _intrinsic: Any = extending.intrinsic
 _FLOAT, _HALF, _I16, _I32 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
 _LINE_NUMEL = 32  # 16-bit numbers of a cache line, to which `_write_line` keeps on every machine
 BLOCK_NUMEL = 512  # 16-bit numbers that wait in the cache to be written at once: 64 or 2048 are some hundredths slower
+
+# `fuses_old` and `fuses_square` of `adam_pass` as torch is built for AVX2 and AVX512, for NEON, and for SVE.
+FUSIONS = (None, True), (True, None), (None, None)
 
 
 def has_float16() -> bool:
@@ -143,6 +146,8 @@ def adam_pass(
     root: np.float32,
     eps: np.float32,
     minus_step: np.float32,
+    fuses_old: bool | None,
+    fuses_square: bool | None,
 ) -> None:
     """One update of 1-D contiguous arrays of one length, a multiple of `BLOCK_NUMEL`. numba compiles away what is None.
 
@@ -157,6 +162,8 @@ def adam_pass(
         beta2: decay of the second moment; `rest2` is 1 - beta2.
         root: square root of the second moment's bias correction.
         minus_step: -lr, divided by the first moment's bias correction.
+        fuses_old: the second moment is one rounding of beta2 * its old value + the rounded square; with `fuses_square` of the
+            square + the rounded old part. With neither, no sum is fused but the first moment's.
     """
     if out is not None:
         block = np.empty(BLOCK_NUMEL, out.dtype)
@@ -169,14 +176,23 @@ def adam_pass(
             if divisor is not None:
                 g = g / divisor
             if l2 is not None:
-                g = _fused_multiply_add(w, l2, g)
+                if fuses_old is None and fuses_square is None:
+                    g = g + w * l2
+                else:
+                    g = _fused_multiply_add(w, l2, g)
             if decay is not None:
                 w = w * decay
             if is_small:
                 m = _fused_multiply_add(lerp, g - m, m)
             else:
                 m = _fused_multiply_add(lerp_back, g - m, g)
-            v = _fused_multiply_add(rest2 * g, g, exp_avg_sq[i] * beta2)
+            v = exp_avg_sq[i]
+            if fuses_square is not None:
+                v = _fused_multiply_add(rest2 * g, g, v * beta2)
+            elif fuses_old is not None:
+                v = _fused_multiply_add(v, beta2, rest2 * g * g)
+            else:
+                v = v * beta2 + rest2 * g * g
             w = w + minus_step * m / (np.sqrt(v) / root + eps)
             weights[i], exp_avg[i], exp_avg_sq[i] = w, m, v
             if out is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import math
 import sys
 import threading
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from torch import nn
 from megazero.optim import adam_kernels, cpu_adam
 from megazero.optim.adam_kernels import AdamSettings, Operands, mixed_kernel, one_pass, split, tiled
 from megazero.optim.cpu_adam import CPUAdam, HybridAdam
+from tests.tiny import run_command
 
 try:
     importlib.import_module("megazero.optim.adam_numba")
@@ -83,8 +86,8 @@ def wanted(given, settings, step, scale):
 
 
 def assert_same(got, want):
-    """Equal bit for bit where torch's kernel has the rounding that numba's pass copies; on other machines nearly equal."""
-    is_bitwise = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    """Equal bit for bit, unless torch's kernel rounds as numba's pass, which is not used then, cannot."""
+    is_bitwise = not HAS_NUMBA or adam_kernels.fusion() is not None
     torch.testing.assert_close(got, want, **({"rtol": 0, "atol": 0} if is_bitwise else {}))
 
 
@@ -221,6 +224,73 @@ def test_the_kernel_is_chosen_once_and_said(missing, monkeypatch, caplog, tmp_pa
     assert len(caplog.records) == 1 and ("by torch" if missing else "by numba") in caplog.text
 
 
+# ---- processors for which torch's compiler fuses other sums
+
+
+def passed(given, *fuses):
+    """numba's pass on copies of fp32 `given`, for Adam with weight decay."""
+    from megazero.optim.adam_numba import adam_pass
+
+    settings = dataclasses.replace(SETTINGS, is_decoupled=False)
+    copies = given._replace(**{name: getattr(given, name).clone() for name in ("weights", "exp_avg", "exp_avg_sq")})
+    adam_pass(*map(adam_kernels._array, copies), *adam_kernels._coefficients(settings, 3.0, 1.0), *fuses)
+    return copies
+
+
+@pytest.mark.skipif(not HAS_NUMBA, reason="there is no numba")
+@pytest.mark.parametrize("fuses", [(None, True), (True, None), (None, None)], ids=str)
+def test_a_fused_sum_is_rounded_once(fuses):
+    given, (fuses_old, fuses_square) = operands(4096, torch.float32, None), fuses
+    got = passed(given, *fuses)
+
+    def rounded(x, is_rounded=True):
+        return x.float().double() if is_rounded else x  # float64 holds a product of two float32 exactly
+
+    w, g, _, v = (tensor.double() for tensor in given[:4])
+    decay, beta2, rest2 = (float(np.float32(x)) for x in (SETTINGS.weight_decay, SETTINGS.beta2, 1 - SETTINGS.beta2))
+    g = rounded(g + rounded(w * decay, fuses == (None, None)))
+    old, square = rounded(v * beta2, not fuses_old), rounded(rounded(rest2 * g) * g, not fuses_square)
+    assert torch.equal(got.exp_avg_sq, (old + square).float())
+
+
+@pytest.mark.skipif(not HAS_NUMBA, reason="there is no numba")
+@pytest.mark.parametrize("kind", [(None, True), (True, None), (None, None), "another"], ids=str)
+def test_the_pass_rounds_as_this_machines_torch_or_torch_computes(kind, monkeypatch, caplog):
+    from megazero.optim.adam_numba import adam_pass
+
+    def of_the_machine(settings, operands, step, scale):
+        fuses = (None, True) if kind == "another" else kind
+        coefficients = adam_kernels._coefficients(settings, step, scale)
+        adam_pass(*map(adam_kernels._array, operands), *coefficients, *fuses)
+        if kind == "another":
+            operands.exp_avg_sq.mul_(1 + 1e-6)
+
+    monkeypatch.setattr(adam_kernels, "unmixed", of_the_machine)
+    chosen = mixed_kernel.__wrapped__, adam_kernels.fusion.__wrapped__
+    monkeypatch.setattr(adam_kernels, "fusion", chosen[1])
+    with caplog.at_level("INFO", logger="megazero"):
+        assert chosen[0]() is (tiled if kind == "another" else one_pass)
+    assert adam_kernels.fusion() == (None if kind == "another" else kind)
+    assert ("rounds unlike numba's" in caplog.text) == (kind == "another")
+
+
+ON_ANOTHER_PROCESSOR = """
+from tests.optim.test_cpu_adam import SETTINGS, adam_kernels, operands, results, torch, wanted
+
+for numel in (4096, 1 << 16, 4096):  # the last one when numba is loaded
+    given = operands(numel, torch.bfloat16, torch.bfloat16)
+    expected = wanted(given, SETTINGS, 3, 0.37)
+    adam_kernels.mixed(SETTINGS, given, 3.0, 0.37)
+    assert all(map(torch.equal, results(given), expected)), numel
+"""
+
+
+def test_the_bits_are_torchs_on_a_processor_without_vector_instructions(monkeypatch):
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
+    done = run_command([sys.executable, "-c", ON_ANOTHER_PROCESSOR])
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.skipif(not HAS_NUMBA, reason="there is no numba")
 @pytest.mark.parametrize("fails", [False, True])
 def test_torchs_threads_do_not_wake_for_the_rest_after_the_last_block(fails, monkeypatch):
@@ -246,11 +316,12 @@ def test_torchs_threads_do_not_wake_for_the_rest_after_the_last_block(fails, mon
 @pytest.mark.skipif(not HAS_NUMBA, reason="there is no numba")
 def test_other_threads_run_during_an_update():
     """With this switch interval a thread runs only when another one gives the GIL away: torch's kernels do, so must numba's."""
-    from megazero.optim.adam_numba import adam_pass
+    from megazero.optim.adam_numba import FUSIONS, adam_pass
 
     given = operands(1 << 22, torch.bfloat16, torch.bfloat16)
     flat = (given.weights, given.grads, given.exp_avg, given.exp_avg_sq, given.out)
-    arguments = (*(adam_kernels._array(tensor) for tensor in flat), *adam_kernels._coefficients(SETTINGS, 1.0, 1.0))
+    coefficients = *adam_kernels._coefficients(SETTINGS, 1.0, 1.0), *(adam_kernels.fusion() or FUSIONS[0])
+    arguments = (*(adam_kernels._array(tensor) for tensor in flat), *coefficients)
     adam_pass(*arguments)  # compiles
     started, done, interval = threading.Event(), threading.Event(), sys.getswitchinterval()
 
