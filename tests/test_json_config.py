@@ -17,6 +17,7 @@ from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_con
 from megazero.json_config.old_forms import DISABLED_ONLY
 from megazero.json_config.schema import default_of, every_key, show
 from megazero.json_source import parse_json, strip_comments
+from megazero.nvme import PAGE
 from megazero.zero.config import ZeroConfig
 from megazero.zero.residency import GatherLimits
 
@@ -521,7 +522,7 @@ def test_parameters_that_no_stage_shards_stay_and_the_file_is_told_so(stage, cap
 
 
 def test_requests_of_no_whole_pages_are_refused_by_their_own_section():
-    with pytest.raises(DeepSpeedConfigError, match="^aio.block_size=1000 must be a multiple of 4096"):
+    with pytest.raises(DeepSpeedConfigError, match=f"^aio.block_size=1000 must be a multiple of {PAGE}"):
         _ = load(aio={"block_size": 1000}).zero
 
 
@@ -547,7 +548,7 @@ def test_keys_that_have_no_effect_beside_the_others_are_listed(section, idle):
 
 def test_nothing_of_nvme_has_an_effect_without_it_and_all_has_with_it(tmp_path):
     home = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 7, "pin_memory": True}
-    document = {"aio": {"queue_depth": 32, "block_size": 4096, "intra_op_parallelism": 2, "overlap_events": True}}
+    document = {"aio": {"queue_depth": 32, "block_size": 1 << 16, "intra_op_parallelism": 2, "overlap_events": True}}
     assert len(load(**document).idle) == 4
     for name, more in ("offload_param", {}), ("offload_optimizer", {"pipeline_read": False, "pipeline_write": False}):
         config = load(**document, zero_optimization={"stage": 3, name: {**home, **more}})

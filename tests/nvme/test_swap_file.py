@@ -318,7 +318,7 @@ def test_a_drive_that_fails_at_the_first_page_is_not_taken_for_one_without_o_dir
 
 def test_a_full_disk_says_what_was_asked_and_what_is_free(tmp_path, monkeypatch):
     status = os.statvfs(tmp_path)
-    too_much = status.f_blocks * status.f_frsize
+    too_much = padded(status.f_blocks * status.f_frsize)
 
     def full(descriptor, offset, size):
         os.ftruncate(descriptor, offset + size // 2 // PAGE * PAGE)

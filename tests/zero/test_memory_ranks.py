@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megazero import comm, mpu
+from megazero.nvme import PAGE
 from megazero.zero.config import HOMES, ZeroConfig
 from megazero.zero.memory import memory_rows, plan_memory
 from megazero.zero.param_groups import hidden_matrices
@@ -173,7 +174,7 @@ def offloaded_case(path: str) -> None:
             held = memory["P"] + memory["G"] + memory["O"] - counters
             assert held == plan.at_rest, what
             if plan.disk:
-                pages = 6 * 6 * 4096  # each vector of each of 6 buckets begins at a page
+                pages = 6 * 6 * PAGE  # each vector of each of 6 buckets begins at a page
                 assert plan.disk - 4 * plan.numel // n <= engine.homes.swap.nbytes <= plan.disk + pages, what
             engine.destroy()
 
