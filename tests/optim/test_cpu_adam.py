@@ -215,8 +215,8 @@ def test_the_kernel_is_chosen_once_and_said(missing, monkeypatch, caplog, tmp_pa
             monkeypatch.setitem(sys.modules, "numba", None)
         monkeypatch.delitem(sys.modules, "megazero.optim.adam_numba", raising=False)
         monkeypatch.delattr("megazero.optim.adam_numba", raising=False)
-    elif not HAS_NUMBA:
-        pytest.skip("there is no numba")
+    elif not HAS_NUMBA or adam_kernels.fusion() is None:
+        pytest.skip("there is no numba, or it does not round as this machine's torch")
     mixed_kernel.cache_clear()
     with caplog.at_level("INFO", logger="megazero"):
         assert mixed_kernel() is mixed_kernel() is (tiled if missing else one_pass)
