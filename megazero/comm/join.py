@@ -52,7 +52,7 @@ def init_distributed(
     Raises:
         ValueError: nccl was asked for on a machine without CUDA, or for more ranks than GPUs; DEEPSPEED_TIMEOUT is no number; or
             the launcher's variables are not as `told_world` wants them, or contradict `rank` or `world_size`; or the ranks are on
-            several hosts, and the name of one is a loopback address there.
+            several hosts, which cannot reach each other over gloo.
         OSError: the rendezvous port is taken, or does not answer.
     """
     has_cuda = torch.cuda.is_available()

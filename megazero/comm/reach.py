@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from contextlib import suppress
+from datetime import timedelta
 from ipaddress import ip_address
 
 import torch.distributed as dist
@@ -13,30 +14,68 @@ import torch.distributed as dist
 from megazero.comm.links import host_identity
 from megazero.comm.meeting import Meeting
 
+CONNECT_S = 30.0  # ranks that have just met connect within milliseconds; a firewall that drops packets answers nothing
+
 
 def refuse_unreachable(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
-    """Returns if ranks are on one host, or if gloo listens on every host where others may reach it. Collective over the world.
+    """Returns if ranks are on one host, or if gloo connects the ranks at which one host ends and the next begins. Collective.
 
-    Each rank asks the store a few questions, however many ranks there are.
+    gloo itself would wait five times its timeout on the hosts that nobody can connect to. Each rank asks the store a few
+    questions, and makes two connections at most, however many ranks there are.
 
     Args:
         store: one that nobody has asked before.
 
     Raises:
-        ValueError: on every rank. Some host's gloo would listen on a loopback address, or on an interface that is not there.
+        ValueError: on every rank. Some host's gloo would listen on a loopback address, or on an interface that is not there; or
+            cannot be reached at its address, or at the ports that the kernel gives it.
     """
     here = host_identity() if sys.platform == "linux" else socket.gethostname()
+    store.set(f"host/{rank}", here)
     if store.compare_set("host", "", here).decode() != here:
         store.set("has several", "hosts")
     if reason := _why_unreachable():
         store.compare_set("unreachable", "", f"on the host of rank {rank}, {reason}")
-    Meeting(dist.PrefixStore("meeting/", store), list(range(world_size)), rank, timeout_s).hold("init_distributed")
-    if store.check(["has several"]) and store.check(["unreachable"]):
+    meeting = Meeting(dist.PrefixStore("meeting/", store), list(range(world_size)), rank, timeout_s)
+    meeting.hold("init_distributed")
+    if not store.check(["has several"]):
+        return
+    _refuse(store, "unreachable")
+    connected = []  # as long as others connect
+    for parity in range(2):  # ranks 0 and 1, 2 and 3, ...; then 1 and 2, 3 and 4, ...
+        first = rank - (rank + parity) % 2
+        is_pair = 0 <= first < world_size - 1
+        if is_pair and store.get(f"host/{first}") != store.get(f"host/{first + 1}"):
+            try:
+                connected.append(_connected(store, first, rank, min(CONNECT_S, timeout_s)))
+            except RuntimeError as error:
+                if rank > first:  # it connects to the other one, and knows why it cannot
+                    reason = str(error).partition("\n")[0].rpartition("] ")[2].rstrip(".")
+                    told = f"the host of rank {rank}, {socket.gethostname()}, cannot connect to that of rank {first} ({reason}). "
+                    told += "A port is closed there, or its address is not one for others"
+                    store.compare_set(f"unreachable/{parity}", "", told)
+        meeting.hold(f"gloo's first connections, {parity}")
+        _refuse(store, f"unreachable/{parity}")
+
+
+def _refuse(store: dist.Store, key: str) -> None:
+    """Raises if a rank has said at `key` which host cannot be reached; all ranks have met since, and read the same."""
+    if store.check([key]):
         raise ValueError(
-            f"the hosts of this job cannot reach each other over gloo: {store.get('unreachable').decode()}. Name the interface "
+            f"the hosts of this job cannot reach each other over gloo: {store.get(key).decode()}. Name the interface "
             "between the hosts, as each host calls it, in the environment of its ranks: NCCL_SOCKET_IFNAME=NAME, or "
-            "GLOO_SOCKET_IFNAME=NAME for gloo alone; or correct /etc/hosts there."
+            "GLOO_SOCKET_IFNAME=NAME for gloo alone; or correct /etc/hosts there, or open all ports between the hosts."
         )
+
+
+def _connected(store: dist.Store, first: int, rank: int, timeout_s: float) -> dist.ProcessGroupGloo:
+    """A group of `rank` and the other one of the ranks `first` and `first` + 1, over gloo.
+
+    Raises:
+        RuntimeError: gloo cannot connect them within `timeout_s` seconds; it waits five times what it is given.
+    """
+    pair = dist.PrefixStore(f"pair/{first}/", store)
+    return dist.ProcessGroupGloo(pair, rank - first, 2, timedelta(seconds=timeout_s / 5))
 
 
 def _why_unreachable() -> str | None:

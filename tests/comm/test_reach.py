@@ -20,12 +20,29 @@ def play_host(host, addresses):
     socket.if_nameindex = lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")]
 
 
-def join_case(hosts, port, again, ranks_per_host, named):
+def close_ports(closed):
+    """Makes gloo fail to connect to the host of the rank `closed`; returns the pairs of ranks that it was asked to connect."""
+    real, asked = reach._connected, []
+
+    def connected(store, first, rank, timeout_s):
+        asked.append(first)
+        if first == closed:
+            raise RuntimeError(
+                f"Gloo connectFullMesh failed with [/gloo/pair.cc:152] {'none' if rank == first else REFUSED}"
+            )
+        return real(store, first, rank, timeout_s)
+
+    reach._connected = connected
+    return asked
+
+
+def join_case(hosts, port, again, ranks_per_host, named, closed=None):
     """What joining the world by the environment, as torchrun describes it, raises on this rank; None if nothing.
 
-    `named`: the interfaces that the user has named on each rank, if any.
+    `named`: the interfaces that the user has named on each rank, if any. `closed`: a rank whose host has its ports closed.
     """
     rank = dist.get_rank()
+    asked = close_ports(closed)
     dist.barrier()  # a rank that ends the first world early breaks it for one that is still joining
     dist.destroy_process_group()
     play_host(*hosts[rank])
@@ -38,8 +55,8 @@ def join_case(hosts, port, again, ranks_per_host, named):
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
         where = {"init_method": f"file://{again}", "rank": rank, "world_size": len(hosts)}
         comm.init_distributed("gloo", **where)  # for the harness
-        return str(error)
-    return None
+        return str(error), asked
+    return None, asked
 
 
 def free_port():
@@ -50,6 +67,7 @@ def free_port():
 
 # Addresses of a host by its own name. 203.0.113.9 is one of no host here, as behind a NAT.
 LOOPBACK, ELSEWHERE, UNKNOWN = ["127.0.1.1"], ["203.0.113.9", "127.0.0.2"], []
+REFUSED = "timed out connecting: SO_ERROR: Connection refused, remote=[10.9.0.10]:25501$1"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +82,19 @@ LOOPBACK, ELSEWHERE, UNKNOWN = ["127.0.1.1"], ["203.0.113.9", "127.0.0.2"], []
 def test_every_rank_is_told_which_host_the_others_cannot_reach(tmp_path, addresses, named, said):
     hosts = (("a", ["0.0.0.0"]), ("b", addresses))  # every host has the address 0.0.0.0, and it is no loopback address
     told = run_ranks(2, join_case, hosts, free_port(), f"{tmp_path}/again", 1, named)
-    assert told[0] == told[1] and f"over gloo: on the host of rank 1, {said}; its interfaces are eth0, ib0." in told[0]
+    assert (
+        told[0] == told[1] and f"over gloo: on the host of rank 1, {said}; its interfaces are eth0, ib0." in told[0][0]
+    )
+
+
+def test_every_rank_is_told_which_host_has_closed_its_ports(tmp_path):
+    hosts = tuple((host, LOOPBACK) for host in "abbc")
+    told = run_ranks(4, join_case, hosts, free_port(), f"{tmp_path}/again", 2, ("lo",) * 4, 2)
+    said = (
+        f"over gloo: the host of rank 3, node-c, cannot connect to that of rank 2 ({REFUSED}). A port is closed there"
+    )
+    assert all(said in message for message, _ in told), told
+    assert [asked for _, asked in told] == [[0], [0], [2], [2]], "only ranks of neighboring hosts connect"
 
 
 @pytest.mark.parametrize(
@@ -76,4 +106,5 @@ def test_every_rank_is_told_which_host_the_others_cannot_reach(tmp_path, address
     ],
 )
 def test_hosts_that_reach_each_other_join(tmp_path, hosts, ranks_per_host, named):
-    assert run_ranks(2, join_case, hosts, free_port(), "", ranks_per_host, named) == [None, None]
+    told = run_ranks(2, join_case, hosts, free_port(), "", ranks_per_host, named)
+    assert [message for message, _ in told] == [None, None]
