@@ -44,7 +44,7 @@ LOST_RANK = (
     "Did the remote server shutdown or crash?",
 )
 
-# The address of the rank whose end gloo reports, which is on another host if nothing else reports it.
+# The address of the rank that gloo has lost, for any reason that the kernel has; on another host if nothing else reports its end.
 LOST_ADDRESS = re.compile(r"(?:Connection closed by peer|Read error|Write error|writev) \[([^]]+)\]:\d+")
 
 # What a rank sees when gloo cannot connect it to another one.
@@ -112,10 +112,7 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
 def _explained(error: RuntimeError) -> tuple[str | None, bool]:
     """What to say of an error that another rank or the machine has caused, None of any other; and whether that rank is lost."""
     text = str(error)
-    if any(part in text for part in LOST_RANK):
-        match = LOST_ADDRESS.search(text)
-        if match is None:
-            return text, True
+    if match := LOST_ADDRESS.search(text):
         what = f"lost the connection to a rank at {match[1]}, in {_our_calls(error)}"
         why = "It has ended, or its host or the network has failed"
         # Those who lose this rank in turn say the same of it, so an address may be that of a host which is well.
@@ -123,6 +120,8 @@ def _explained(error: RuntimeError) -> tuple[str | None, bool]:
             "Ranks that have lost another end too: look for the cause on a host that says something else, or nothing."
         )
         return f"{what}. {why}. {ways}", True
+    if any(part in text for part in LOST_RANK):
+        return text, True
     if match := UNCONNECTED.search(text):
         what = f"no connection to another rank over gloo ({match[1].rstrip('.')})"
         why = "That rank has ended, or its address or a port is closed to this host"

@@ -963,8 +963,12 @@ entry.run_script(lambda world_size: None, work)
             "[/gloo/pair.cc:537] Read error [fd00::a]:19609: Connection reset by peer. Check the logs. GLHF!",
             r"lost the connection to a rank at fd00::a, in .*__main__\.work:5\. It has ended, or its host .*nothing\.$",
         ),
+        (
+            "[/gloo/pair.cc:537] Read error [10.9.0.10]:26285: Connection timed out. This is typically caused by a worker.",
+            r"lost the connection to a rank at 10\.9\.0\.10, in .*__main__\.work:5\. It has ended, or its host .*nothing\.$",
+        ),
     ],
-    ids=["unconnected", "closed", "reset"],
+    ids=["unconnected", "closed", "reset", "cut off"],
 )
 def test_what_gloo_says_of_another_rank_becomes_one_line(tmp_path, text, said):
     script = tmp_path / "fails.py"
