@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
+import socket
 import sys
 import traceback
 from argparse import Namespace
@@ -104,6 +106,7 @@ def run_ranks(args: Namespace) -> int:
     has_one_node = run.parse_min_max_nnodes(args.nnodes)[1] == 1
     if not args.standalone and (args.rdzv_endpoint or args.master_port or not has_one_node):
         print(f"the ranks meet at {meeting_point}", file=sys.stderr)
+        _warn_of_unknown(re.sub(r":\d+$", "", meeting_point).strip("[]"))
     log_dir = args.log_dir if args.log_dir and args.redirects != "0" else ""
     try:
         with ExitStack() as at_end:
@@ -134,6 +137,15 @@ def run_ranks(args: Namespace) -> int:
         print(f"error: {what}: {reason} {hint}", file=sys.stderr)
         return 1
     return 0
+
+
+def _warn_of_unknown(host: str) -> None:
+    """Says if this host does not know that name. torchrun then waits for many minutes without a word: it may become known."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        said = f"warning: this host does not know the name {host} ({error.strerror}), and waits until it does."
+        print(f"{said} It should be that of the first host, in /etc/hosts or DNS.", file=sys.stderr)
 
 
 def _is_in_agent(frame: FrameType) -> bool:

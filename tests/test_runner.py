@@ -769,8 +769,28 @@ def test_fault_of_torchrun_once_it_runs_is_not_called_one_of_the_options(monkeyp
 )
 def test_where_ranks_meet_is_said_where_it_was_told(monkeypatch, capsys, options, said):
     monkeypatch.setattr(launch.run, "run", lambda args: None)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
     assert launch.run_ranks(launch.run.parse_args([*options, "x.py"])) == 0
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("options", "host"),
+    [
+        (["--nnodes=2", "--master-addr=nodex"], "nodex"),
+        (["--rdzv-endpoint=nodex"], "nodex"),
+        (["--rdzv-endpoint=[fd00::zz]:7"], "fd00::zz"),
+    ],
+)
+def test_name_that_this_host_does_not_know_is_said_before_the_wait(monkeypatch, capsys, options, host):
+    def unknown(asked, _):
+        raise socket.gaierror(socket.EAI_NONAME, f"nobody is {asked}")
+
+    monkeypatch.setattr(launch.run, "run", lambda args: None)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert launch.run_ranks(launch.run.parse_args([*options, "x.py"])) == 0
+    said = f"warning: this host does not know the name {host} (nobody is {host}), and waits until it does. "
+    assert said in capsys.readouterr().err
 
 
 def test_port_that_is_taken_is_one_clear_line(folder):
