@@ -24,7 +24,7 @@ from torch import Tensor
 from megazero.nvme.pages import PAGE, padded
 from megazero.nvme.regions import Region, Regions
 from megazero.nvme.transfer import AioConfig, Kind, Requests, Transfer
-from megazero.nvme.transport import UNSUPPORTED, FileTransport
+from megazero.nvme.transport import FileTransport, reserve
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ class SwapFile:
         try:
             if more > shutil.disk_usage(self.path.parent).free:  # asked first: trying would fill the disk for all
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if self._reserves and not _reserve(descriptor, size, more):
+            if self._reserves and not reserve(descriptor, size, more):
                 self._reserves = False
                 logger.warning("%s: space cannot be reserved there; a full disk shows at a write only", self.path)
             if not self._reserves:
@@ -262,16 +262,3 @@ def _open_unnamed(folder: Path, who: str) -> BinaryIO:
     except OSError as error:
         text = "nvme_path must be an existing directory that this job may write to, on the drive to swap to"
         raise OSError(error.errno, f"{who}--nvme-path or {text}: {error.strerror}", str(folder)) from error
-
-
-def _reserve(descriptor: int, offset: int, size: int) -> bool:
-    """Gives a file space on the disk, if the system and the file system can do so before it is written: whether they can."""
-    if not hasattr(os, "posix_fallocate"):  # macOS
-        return False
-    try:
-        os.posix_fallocate(descriptor, offset, size)
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
-        return False
-    return True

@@ -6,13 +6,16 @@ import ctypes
 import errno
 import fcntl
 import gc
+import io
 import logging
 import mmap
 import multiprocessing
 import os
+import platform
 import resource
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -26,7 +29,7 @@ import pytest
 import torch
 
 from megazero import nvme
-from megazero.nvme import PAGE, AioConfig, FileTransport, SwapFile, aligned_empty, check_folder, padded
+from megazero.nvme import PAGE, AioConfig, FileTransport, SwapFile, aligned_empty, check_folder, padded, swap_file
 from tests.nvme.transports import BROKEN_DRIVE, Buffered, Short, gated
 
 
@@ -333,7 +336,7 @@ def test_a_full_disk_says_what_was_asked_and_what_is_free(tmp_path, monkeypatch)
                 ask(asked)
             assert caught.value.errno == errno.ENOSPC and str(tmp_path) in str(caught.value)
         with monkeypatch.context() as patch:
-            patch.setattr(os, "posix_fallocate", full)  # another process was faster
+            patch.setattr(swap_file, "reserve", full)  # another process was faster
             with pytest.raises(OSError, match="rank 5"):
                 swap.allocate(64 * PAGE)
         assert os.fstat(swap._file.fileno()).st_size == swap.nbytes == kept.end
@@ -355,21 +358,42 @@ def test_space_that_is_reserved_is_there_when_the_disk_is_full(tmp_path, monkeyp
         swap.allocate(PAGE)
 
 
-@pytest.mark.parametrize("is_macos", [False, True])
-def test_space_that_cannot_be_reserved_is_said(tmp_path, monkeypatch, caplog, is_macos):
-    def refuse(*_):
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    if is_macos:
-        monkeypatch.delattr(os, "posix_fallocate")
-        monkeypatch.delattr(os, "O_DIRECT")
-    else:
-        monkeypatch.setattr(os, "posix_fallocate", refuse)
+def test_space_that_cannot_be_reserved_is_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())  # as on macOS
+    monkeypatch.delattr(os, "O_DIRECT")
     with caplog.at_level(logging.WARNING, "megazero"), SwapFile(tmp_path, 0) as swap:
         round_trip(swap, 7 * PAGE)
         round_trip(swap, 9 * PAGE)
         swap.read(swap.allocate(PAGE), aligned_empty(PAGE)).wait()  # of what was never written
     assert caplog.text.count("cannot be reserved") == 1
+
+
+def reserve_without_fallocate(folder):
+    """What is said and the bytes written for a reservation where the kernel answers fallocate(2) as a file system without it."""
+    number = {"x86_64": 285, "aarch64": 47}[platform.machine()]
+    steps = (0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50000 | errno.EOPNOTSUPP), (0x06, 0, 0, 0x7FFF0000)
+    filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(steps), ctypes.addressof(filters)))
+    prctl = ctypes.CDLL(None).prctl
+    if prctl(38, 1, 0, 0, 0) or prctl(22, 2, program):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+        return None
+    told = io.StringIO()
+    logging.getLogger("megazero").addHandler(logging.StreamHandler(told))
+    with SwapFile(folder, 0, transport=Buffered) as swap:
+        swap.reserve(64 * PAGE)
+        status = os.fstat(swap._file.fileno())
+        round_trip(swap, 64 * PAGE)
+        return told.getvalue().count("cannot be reserved"), status.st_size, status.st_blocks
+
+
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "aarch64") or sys.platform != "linux", reason="knows no others"
+)
+def test_a_file_system_that_cannot_reserve_is_not_written_byte_by_byte(tmp_path):
+    found = in_child(reserve_without_fallocate, tmp_path)
+    if found is None:
+        pytest.skip("the kernel lets no process filter its calls")
+    assert found == (1, 64 * PAGE, 0)
 
 
 @pytest.mark.parametrize(
