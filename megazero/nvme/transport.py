@@ -6,12 +6,16 @@ import ctypes
 import errno
 import fcntl
 import os
+import struct
+from contextlib import suppress
 from typing import BinaryIO
 
 from megazero.nvme.pages import PAGE, aligned_empty
 
 # What a file system answers to a request that it does not know.
 UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+# Of linux/fs.h, where it is generic (x86_64, aarch64); ioctl_iflags(2).
+_GET_FLAGS, _SET_FLAGS, _NO_COPY_ON_WRITE = 0x80086601, 0x40086602, 0x00800000
 
 
 class FileTransport:
@@ -26,6 +30,7 @@ class FileTransport:
     def __init__(self, file: BinaryIO) -> None:
         """Takes an open, empty file, tries one page, and leaves the file empty."""
         self.file = file
+        _overwrite_in_place(file.fileno())
         self.why_buffered = self._try_direct()
 
     def read(self, view: memoryview, offset: int) -> int:
@@ -53,6 +58,13 @@ class FileTransport:
         finally:
             os.ftruncate(self.file.fileno(), 0)
         return None
+
+
+def _overwrite_in_place(descriptor: int) -> None:
+    """Has btrfs write an empty file where its space is reserved. It would do so once, and the next time ask for new space."""
+    with suppress(OSError):  # others know no such flag
+        (flags,) = struct.unpack("l", fcntl.ioctl(descriptor, _GET_FLAGS, bytes(8)))
+        fcntl.ioctl(descriptor, _SET_FLAGS, struct.pack("l", flags | _NO_COPY_ON_WRITE))
 
 
 def reserve(descriptor: int, offset: int, size: int) -> bool:

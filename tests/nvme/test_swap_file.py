@@ -396,6 +396,20 @@ def test_a_file_system_that_cannot_reserve_is_not_written_byte_by_byte(tmp_path)
     assert found == (1, 64 * PAGE, 0)
 
 
+def test_btrfs_is_asked_to_overwrite_in_place_before_anything_is_written(tmp_path, monkeypatch):
+    asked = []
+
+    def ioctl(descriptor, request, argument):
+        (flags,) = struct.unpack("l", argument)
+        asked.append((request, flags, os.fstat(descriptor).st_blocks))
+        return struct.pack("l", 0x400)  # FS_COMPR_FL
+
+    monkeypatch.setattr(fcntl, "ioctl", ioctl)
+    with SwapFile(tmp_path, 0) as swap:
+        round_trip(swap, PAGE)
+    assert asked == [(0x80086601, 0, 0), (0x40086602, 0x800400, 0)]  # FS_IOC_GETFLAGS, _SETFLAGS with FS_NOCOW_FL
+
+
 @pytest.mark.parametrize(
     "make, found",
     [
