@@ -6,6 +6,7 @@ the previous checkpoint in place.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -195,9 +196,9 @@ class CheckpointFolder:
                 while os.path.lexists(other):
                     other = append_suffix(other, ".other")
                 logger.warning("%s is no checkpoint that was saved by this library: it is %s from now on", final, other)
-                os.rename(final, other)
+                _move(final, other)
             elif final.exists():  # the same step saved twice: the newer content wins
-                os.rename(final, replaced)
+                _move(final, replaced)
             os.rename(aside, final)
             sync_folder(self.path)
             if save_latest:
@@ -250,6 +251,16 @@ def _is_ours(path: Path) -> bool:
     """Whether a save, and no other system and no user, has put there what is there, even if its index is lost."""
     names = os.listdir(path) if path.is_dir() else [path.name]
     return not names or any(name == "index.json" or name.startswith("rank_") for name in names)
+
+
+def _move(path: Path, to: Path) -> None:
+    """Renames it. What lies in the image of a container, where overlayfs renames no folder, is copied and deleted."""
+    try:
+        os.rename(path, to)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.move(path, to)
 
 
 def _remove(path: Path) -> None:

@@ -306,6 +306,28 @@ def test_saving_a_step_again_replaces_it(world, tmp_path):
     assert visible(tmp_path) == ["global_step1", "latest", "zero_to_fp32.py"]
 
 
+def test_what_lies_in_the_image_of_a_container_is_replaced_and_kept_as_elsewhere(world, tmp_path, monkeypatch):
+    engine, rename = make_engine(1), os.rename
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("mine")
+    in_image = [os.stat(tmp_path / name).st_ino for name in ("global_step1", "mine")]
+
+    def overlayfs(path, to):
+        if os.stat(path).st_ino in in_image:
+            raise OSError(errno.EXDEV, "Invalid cross-device link", str(path), None, str(to))
+        rename(path, to)
+
+    monkeypatch.setattr(os, "rename", overlayfs)
+    engine.save_checkpoint(str(tmp_path), client_state={"second": True})
+    engine.save_checkpoint(str(tmp_path), tag="mine")
+    assert engine.load_checkpoint(str(tmp_path), tag="global_step1")[1] == {"second": True}
+    assert (tmp_path / "mine.other" / "notes").read_text() == "mine"
+    engine.wait_for_checkpoint()
+    assert not leftovers(tmp_path)
+
+
 def test_what_has_a_checkpoints_name_and_is_none_is_kept(world, tmp_path, caplog):
     theirs = tmp_path / "global_step1" / "mp_rank_00_model_states.pt"
     theirs.parent.mkdir()
