@@ -70,6 +70,15 @@ def test_a_file_that_grows_while_it_is_read_is_an_error(tmp_path, monkeypatch):
         describe_files([path])
 
 
+def test_a_file_that_a_file_system_numbers_anew_has_not_changed(tmp_path, monkeypatch):
+    path, identity, numbers = tmp_path / "a.jsonl", contents._identity, iter(range(9))
+    path.write_bytes(b"one\n")
+    (before,) = describe_files([path])
+    monkeypatch.setattr(contents, "_identity", lambda path: identity(path)._replace(inode=next(numbers)))
+    assert describe_files([path]) == [before]
+    check_unchanged([path], [before])
+
+
 @pytest.mark.parametrize(
     "read",
     [
