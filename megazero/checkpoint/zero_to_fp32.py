@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -181,13 +181,12 @@ def _write_file(path: Path, tensors: Mapping[str, LazyTensor], aliases: Mapping[
     if path.suffix == ".safetensors":
         write_tensors(path, tensors)
         return
-    # torch.save wants all tensors at once: they lie in a file that is mapped, so that the kernel can drop what is not in use.
+    # torch.save wants all tensors at once: they lie in a file that is mapped, so that the kernel can drop what is not in use. It
+    # goes with the folder: SMB shares remove no file that is mapped, and an rclone mount takes its bytes away at once.
     file = path.with_name("tensors")
     starts = write_tensors(file, tensors).offsets
     with naming(file):
         mapped = np.memmap(file, dtype=np.uint8, mode="r+")  # one for all: each keeps a descriptor
-    with suppress(OSError):  # SMB shares keep it until nothing maps it, and others its bytes: it goes with the folder
-        file.unlink()
     state = {}
     for name, stored in tensors.items():
         values = torch.from_numpy(mapped[starts[name] : starts[name] + stored.nbytes])  # a storage of its own

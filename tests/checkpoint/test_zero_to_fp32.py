@@ -206,6 +206,20 @@ def test_a_conversion_succeeds_where_nothing_can_be_removed_while_it_is_mapped(s
     check(torch.load(tmp_path / "w.bin", weights_only=True), saved[1])
 
 
+def test_what_is_mapped_is_not_removed_which_would_end_the_conversion_on_a_mount_that_keeps_no_bytes(
+    saved, tmp_path, monkeypatch
+):
+    there, save = [], torch.save
+
+    def recorded(state, file):
+        there.append(Path(file.name).with_name("tensors").exists())
+        save(state, file)
+
+    monkeypatch.setattr(torch, "save", recorded)
+    convert_zero_checkpoint_to_fp32_state_dict(saved[0], tmp_path / "out", max_shard_size="1KiB")
+    assert all(there) and len(there) > 2 and "tensors" not in os.listdir(tmp_path / "out")
+
+
 def test_a_conversion_that_dies_never_leaves_an_index_of_two_checkpoints(tmp_path, monkeypatch):
     out, replace = tmp_path / "out", os.replace
 
