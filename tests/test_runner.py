@@ -263,6 +263,7 @@ def test_srun_command():
     command = srun_command(["n1", "n2"], ["python"], ["--mem=0"])
     assert command[0] == "srun" and command[-2:] == ["--mem=0", "python"] and "--kill-on-bad-exit=1" in command
     assert command[command.index("--nodelist") + 1] == "n1,n2" and command[command.index("--ntasks") + 1] == "2"
+    assert "--export=ALL" in command  # else, srun follows that of sbatch
 
 
 @pytest.mark.parametrize("is_macos", [False, True])

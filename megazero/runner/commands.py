@@ -99,6 +99,7 @@ def remote_command(
 def srun_command(hosts: Sequence[str], command: Sequence[str], launcher_args: Sequence[str]) -> list[str]:
     """The srun command that runs `command` once on each of `hosts`, and ends all of them when one fails."""
     count = str(len(hosts))
-    # cpu-bind=none: the one task of a node is torchrun, whose ranks share all its cores
-    options = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--cpu-bind=none", "--kill-on-bad-exit=1"]
+    # export=ALL: otherwise srun follows that of sbatch, and with NONE finds no `env`
+    options = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--export=ALL", "--kill-on-bad-exit=1"]
+    options.append("--cpu-bind=none")  # the one task of a node is torchrun, whose ranks share all its cores
     return ["srun", *options, "--nodelist", ",".join(hosts), *launcher_args, *command]
