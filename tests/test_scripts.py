@@ -300,12 +300,15 @@ def test_slurm_script_with_stand_ins_for_slurms_commands(corpus, tmp_path):
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_JOB_ID": "7",
         "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_GPUS_PER_TASK": "1",  # of a job that was to have a task per GPU
+        "SLURM_GPUS_ON_NODE": "3",
     }
     slurm |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": starts_nothing(tmp_path), "MASTER_PORT": "6000"}
     output = run("scripts/pretrain_gpt2.sbatch", **corpus, **slurm, NPROC="3", SAVE=str(tmp_path / "run"))
     srun, *command = output.splitlines()
-    # not those of sbatch: more torchruns than may meet, without the variables that say where
-    assert srun.startswith("--ntasks=2 --ntasks-per-node=1 --export=ALL --kill-on-bad-exit=1 --cpu-bind=none bash ")
+    # not those of sbatch: more torchruns than may meet, without the variables that say where, and each with one GPU
+    whole = "--ntasks=2 --ntasks-per-node=1 --export=ALL --gpus-per-node=3 "
+    assert srun.startswith(f"{whole}--kill-on-bad-exit=1 --cpu-bind=none bash ")
     meet = (
         "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:6000 --rdzv-id 7 --max-restarts 0 --nproc-per-node 3 "
     )
