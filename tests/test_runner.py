@@ -683,6 +683,17 @@ def test_slurm_nodes_with_an_unknown_number_of_gpus_do_not_run_as_if_they_had_no
         assert "--nproc-per-node 3" in " ".join(started[number])
 
 
+def test_slurms_step_has_all_gpus_of_a_job_that_was_allocated_by_the_task(folder, monkeypatch):
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execvp", lambda _, command: started.append(command))
+    for name, value in {"JOB_ID": "7", "JOB_NUM_NODES": "2", "JOB_NODELIST": "n[1-2]", "GPUS_ON_NODE": "4"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    for per_task in ("", "1"):
+        monkeypatch.setenv("SLURM_GPUS_PER_TASK", per_task)
+        main([__file__])
+        assert ("--gpus-per-node 4 env " in " ".join(started.pop())) == bool(per_task)
+
+
 def test_each_slurm_job_meets_at_a_port_of_its_own_unless_one_is_given(folder, monkeypatch):
     """Several jobs may share a node, and c10d joins a job to whatever store it finds at the port."""
     started: list[list[str]] = []

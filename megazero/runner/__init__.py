@@ -219,7 +219,10 @@ def _run_slurm(options: argparse.Namespace, program: Program) -> int:
     )
     narrowed = len(slots) < count  # otherwise the devices are those that Slurm gives the job
     variables = environment.from_files() | environment.of_slots(slots, local=False, has_gpus=narrowed)
-    command = srun_command(list(nodes), node_command(agent, variables), shlex.split(options.launcher_args))
+    # srun would give a task as many GPUs as each of the job's was to have; its one task on a node needs those of all ranks
+    all_gpus = ["--gpus-per-node", str(count)] if os.environ.get("SLURM_GPUS_PER_TASK") else []
+    launcher_args = [*all_gpus, *shlex.split(options.launcher_args)]
+    command = srun_command(list(nodes), node_command(agent, variables), launcher_args)
     _say({", ".join(nodes): command}, nodes)
     if shutil.which("srun") is None:
         raise ValueError("there is no `srun` on this machine.")
