@@ -80,6 +80,7 @@ def test_hostfile_with_comments_and_blank_lines():
         ("worker-0 4", "hostfile line 1"),
         ("this is not a hostfile", "hostfile line 1"),
         ("-oProxyCommand=x slots=4", "hostfile line 1"),
+        ("user@worker-0 slots=4", "belongs in ~/.ssh/config"),
         ("a slots=4\n\na slots=2", "line 3: 'a slots=2' names the host a a second time"),
         ("", "names no host"),
         ("# nothing\n\n", "names no host"),

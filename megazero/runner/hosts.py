@@ -25,7 +25,10 @@ def parse_hostfile(text: str) -> dict[str, int]:
             continue
         match = re.fullmatch(r"([^\s@:-][^\s@:]*)\s+slots=([1-9]\d*)", content)
         if match is None:
-            raise ValueError(f"hostfile line {number}: {line!r} is not of the form `host slots=N` with N of 1 or more.")
+            raise ValueError(
+                f"hostfile line {number}: {line!r} is not of the form `host slots=N` with N of 1 or more, and a host without "
+                "`@` and `:`. A user, a port or an IPv6 address for ssh belongs in ~/.ssh/config, under a name for the host."
+            )
         host, slots = match[1], int(match[2])
         if host in hosts:
             raise ValueError(f"hostfile line {number}: {line!r} names the host {host} a second time.")
