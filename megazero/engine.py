@@ -37,6 +37,7 @@ from megazero.zero.optimizer import BucketOptimizer, idle_optimizer
 from megazero.zero.orthogonal import Orthogonal
 from megazero.zero.param_groups import matrices_of, weight_decay_groups
 from megazero.zero.placement import Placement, placed
+from megazero.zero.replicas import Replicas
 from megazero.zero.schedule import Schedule
 from megazero.zero.tiling import tile_places
 from megazero.zero.unfit import refuse_max_norm, refuse_scripted, refuse_shared_memory, refuse_wrapped
@@ -177,6 +178,7 @@ class Engine:
         self._micro_steps = 0
         self._since_update = 0  # micro-batches
         self._is_applied = False
+        self._replicas = Replicas(model, groups)
         self._has_gradients = False  # from engine.backward, which scales them; loss.backward() does not
         self.reduction_timers: Timers | None = None
         self._grad_norm = 0.0
@@ -251,6 +253,8 @@ class Engine:
 
         Raises:
             TypeError: the schedule's `step` does not take these arguments; nothing has been updated.
+            ValueError: tensor-parallel ranks have different gradients of a parameter that each of them holds whole, in the first
+                update with one of it; nothing has been updated.
             EngineStateError: no backward preceded it, it is called inside `no_sync`, there is no optimizer, or the model's
                 parameters are not those that the engine was made for.
             RuntimeError: the optimizer's parameters are not those that it was made for; or, in the first update over NCCL,
@@ -270,6 +274,7 @@ class Engine:
         self._refuse_unready(lr_kwargs)
         self.allreduce_gradients()  # no_sync may have been left, or the boundary set, after the last backward
         self.channel.compare_first()  # before the first wait for the device, which might never return
+        self._replicas.compare()
         self._micro_steps += 1
         self._since_update, self._has_gradients = 0, False
         self._optimizer.finish()

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from megazero import comm
 from megazero.deepspeed.absent import OF_ENGINE
 from megazero.deepspeed.checkpoints import CheckpointingEngine
-from megazero.deepspeed.mpu import check_gradients
 from megazero.deepspeed.schedule import client_scheduler
 from megazero.json_config import JsonConfig
 from megazero.json_config.zero_section import OffloadOptimizerSection, OffloadParamSection
@@ -65,7 +64,6 @@ class DeepSpeedEngine(CheckpointingEngine):
         self.training_dataloader: DataLoader | None = None
         self.timers = Timers(self.device)
         self._micro_batch_size = config.train_micro_batch_size_per_gpu
-        self._is_replication_checked = self.groups.model_parallel_size == 1
         self._losses: Tensor | float = 0.0  # sum since the last update, on the device; read if a step was skipped
 
     def __getattr__(self, name: str) -> Any:
@@ -103,8 +101,6 @@ class DeepSpeedEngine(CheckpointingEngine):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """See `Engine.step`. Logs progress every `steps_per_print` updates."""
         at_boundary = self.is_gradient_accumulation_boundary()
-        if at_boundary and self._has_gradients and not self._is_replication_checked:
-            self._is_replication_checked = check_gradients(self.module, self.groups)
         try:
             with self._timed("step"):
                 super().step(lr_kwargs)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megazero import comm
@@ -20,7 +19,6 @@ from megazero.logging import ALIKE, get_logger
 from megazero.mpu import groups as mpu_groups
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import Partition, is_marked, partitions
-from megazero.zero.access import safe_get_local_grad
 from megazero.zero.parameter import ReleasedParameter
 from megazero.zero.units import shape_of
 
@@ -33,10 +31,6 @@ _DIM_BY_ATTRIBUTE = {
     "input_size_per_partition": 1,
     "embedding_dim_per_partition": 1,
 }
-
-# Gradients with at least this relative difference belong to different parameters: rounding errors are far smaller.
-_UNLIKE = 0.1
-_TOO_SMALL = 1e-3  # relative to the largest: a gradient that cancels out is all rounding error
 
 
 def parallel_groups(mpu: Any) -> ParallelGroups:
@@ -91,45 +85,6 @@ def declare_cuts(model: nn.Module, groups: ParallelGroups) -> None:
             extra=ALIKE,
         )
     _check_replicated(model, groups)
-
-
-def check_gradients(model: nn.Module, groups: ParallelGroups) -> bool:
-    """Whether there were finite gradients to compare. Whole parameters have equal gradients on all model-parallel ranks.
-
-    Parameters that are split but not marked do not, even if their parts were drawn from one seed and started out equal. The
-    comparison is between mean gradients before an update, up to rounding. Collective over the world.
-
-    Raises:
-        DeepSpeedConfigError: the gradients of some parameter differ.
-    """
-    cuts = partitions(model)
-    names, rows = [], []
-    for name, parameter in model.named_parameters():
-        grad = None if name in cuts else safe_get_local_grad(parameter)
-        if grad is not None:
-            mine = grad.to(comm.local_device())
-            first = mine.clone()  # the first model-parallel rank's, after the broadcast
-            comm.broadcast_(first, groups.model)
-            names.append(name)
-            rows.append(torch.stack([(mine - first).square().sum(), mine.square().sum() + first.square().sum()]))
-    if not names:
-        return False
-    squares = torch.stack(comm.all_gathered(torch.stack(rows), groups.data)).sum(0)  # [parameters, 2]: of all shards
-    squares = torch.stack(comm.all_gathered(squares, groups.model)).amax(0)
-    if not squares.isfinite().all():  # the step will be skipped
-        return False
-    apart, size = squares.T
-    is_unlike = (apart > _UNLIKE**2 * size) & (size > _TOO_SMALL**2 * size.max())
-    unlike = [name for name, is_so in zip(names, is_unlike.tolist(), strict=True) if is_so]
-    if unlike:
-        raise DeepSpeedConfigError(
-            f"{', '.join(unlike)}: not marked as parts of larger parameters, but their gradients are not the same on the "
-            f"{groups.model_parallel_size} model-parallel ranks. Nothing has been updated. Set parameter.model_parallel = True "
-            "and parameter.partition_dim on those that are parts, as an embedding with a column for each of a rank's heads is. "
-            "The others get one gradient where model-parallel ranks have one batch, and one seed for dropout outside of the "
-            "tracker's fork()."
-        )
-    return True
 
 
 def _dim_of(module: nn.Module, parameter: nn.Parameter) -> int | None:

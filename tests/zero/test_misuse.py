@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megazero import mpu, utils, zero
-from megazero.engine import Engine, EngineStateError
+from megazero.engine import Engine, EngineStateError, weight_decay_groups
 from megazero.zero.access import load_state_dict
 from megazero.zero.config import ZeroConfig
 from megazero.zero.weights import Weights
@@ -566,3 +566,46 @@ def retry_case(folder: str) -> None:
 
 def test_an_engine_after_one_that_failed_has_the_fp32_values_again(tmp_path):
     run_ranks(2, retry_case, str(tmp_path))
+
+
+class Adapted(nn.Module):
+    """Split layers, and beside the first an adapter: `down` is whole, `up` this rank's rows of one parameter, zero at first."""
+
+    def __init__(self, declares: bool, copies: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide = mpu.ColumnParallelLinear(6, 8, gather_output=False)
+        self.narrow = mpu.RowParallelLinear(8, 3, input_is_parallel=True)
+        cut = mpu.Partition(0, full_size=8)
+        rows = torch.zeros(8 // mpu.get_model_parallel_world_size(), 2)
+        self.down, self.up = nn.Parameter(torch.randn(2, 6)), nn.Parameter(rows)
+        self.partitions = {"up": cut} if declares else {}
+        self.enter = mpu.copy_to_model_parallel_region if copies else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(self.wide(x) + self.enter(x @ self.down.T) @ self.up.T)
+
+
+def adapter_case(stage: int, declares: bool, copies: bool) -> list[float] | str:
+    groups = mpu.initialize_model_parallel(torch.distributed.get_world_size())
+    model = Adapted(declares, copies)
+    sgd = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+    engine = Engine(model, groups, sgd, *weight_decay_groups(model, 0.0), zero=ZeroConfig(stage=stage), clip_grad=0.5)
+    x, losses = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), []
+    try:
+        for _ in range(3):
+            losses.append(float(engine.backward(engine(x).square().mean())))
+            engine.step()
+    except ValueError as error:
+        return str(error)
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_tensor_parallel_ranks_would_train_apart_is_refused(stage):
+    (alone,) = run_ranks(1, adapter_case, stage, True, True)
+    for losses in run_ranks(2, adapter_case, stage, True, True):
+        assert losses == pytest.approx(alone, rel=1e-5)
+    for declares, copies, unlike in ((False, True, "up"), (True, False, "down")):
+        for message in run_ranks(2, adapter_case, stage, declares, copies):
+            assert message.startswith(f"{unlike}: not marked as parts of larger parameters, but their gradients")

@@ -1,0 +1,76 @@
+"""Whether parameters that every tensor-parallel rank holds whole are trained alike there."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megazero import comm
+from megazero.json_source import DeepSpeedConfigError
+from megazero.mpu.groups import ParallelGroups
+from megazero.mpu.partition import partitions
+from megazero.zero.access import safe_get_local_grad
+from megazero.zero.units import shape_of
+
+# Gradients with at least this relative difference belong to different parameters: rounding errors are far smaller.
+_UNLIKE = 0.1
+_TOO_SMALL = 1e-3  # relative to the largest: a gradient that cancels out is all rounding error
+
+
+class Replicas:
+    """The parameters that each tensor-parallel rank holds whole, until their gradients have been seen to be the same there.
+
+    Parameters that are split, but not declared to be, have other gradients, even if their parts were drawn from one seed and
+    started out equal.
+    """
+
+    def __init__(self, model: nn.Module, groups: ParallelGroups) -> None:
+        self._groups = groups
+        self._unseen: dict[str, nn.Parameter] = {}
+        if groups.model_parallel_size > 1:
+            cuts, named = partitions(model), model.named_parameters()
+            self._unseen = {name: p for name, p in named if name not in cuts and all(shape_of(p))}
+
+    def compare(self) -> None:
+        """Compares the mean gradients of those that have had none so far, up to rounding. Collective over the world.
+
+        A gradient of zero says nothing: where a factor of an adapter starts at zero, the other factor has no other at first.
+
+        Raises:
+            DeepSpeedConfigError: the gradients of some parameter differ.
+        """
+        local = {name: safe_get_local_grad(p) for name, p in self._unseen.items() if p.requires_grad}
+        rows = {name: self._squares(self._unseen[name], grad) for name, grad in local.items() if grad is not None}
+        if not rows:
+            return
+        squares = torch.stack(list(rows.values()))  # [parameters, 2]
+        squares = torch.stack(comm.all_gathered(squares, self._groups.data)).sum(0)  # of all shards
+        squares = torch.stack(comm.all_gathered(squares, self._groups.model)).amax(0)
+        if not squares.isfinite().all():  # the step will be skipped
+            return
+        apart, size = squares.T
+        are_alike = (apart <= _UNLIKE**2 * size) | (size <= _TOO_SMALL**2 * size.max())
+        unlike = [name for name, is_alike in zip(rows, are_alike.tolist(), strict=True) if not is_alike]
+        if unlike:
+            raise DeepSpeedConfigError(
+                f"{', '.join(unlike)}: not marked as parts of larger parameters, but their gradients are not the same on the "
+                f"{self._groups.model_parallel_size} model-parallel ranks. Nothing has been updated. Declare those that are "
+                "parts, as an embedding with a column for each of a rank's heads is: in their module, partitions = {name: "
+                "mpu.Partition(dim, full_size=size)}; for initialize(mpu=), parameter.model_parallel = True and "
+                "parameter.partition_dim do as well. The others get one gradient where model-parallel ranks have one batch, and "
+                "one seed for dropout outside of the tracker's fork(), and where what they compute enters split layers through "
+                "mpu.copy_to_model_parallel_region."
+            )
+        for name in [name for name, is_seen in zip(rows, (size > 0).tolist(), strict=True) if is_seen]:
+            del self._unseen[name]
+
+    def _squares(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
+        """[2]: the squared distance of this rank's part of a gradient from the first rank's, and the sum of their squares."""
+        # Padded, because a rank may have any part of it, and all ranks issue the same collectives.
+        mine = F.pad(grad.to(comm.local_device()), (0, prod(shape_of(parameter)) - grad.numel()))
+        first = mine.clone()  # the first tensor-parallel rank's, after the broadcast
+        comm.broadcast_(first, self._groups.model)
+        return torch.stack([(mine - first).square().sum(), mine.square().sum() + first.square().sum()])
