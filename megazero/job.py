@@ -162,6 +162,7 @@ def build_job(
         clip_grad=config.optimizer.clip_grad,
         gradient_accumulation_steps=config.accumulation_steps(groups.data_parallel_size),
         lr_scheduler=lambda optimizer: build_schedule(config, optimizer),
+        dtype=dtype,  # a model of the script's own may have another
     )
     engine.reduction_timers = timers
     counts = count_tokens if weighs_tokens else None

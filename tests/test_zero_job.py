@@ -30,11 +30,11 @@ STAGES = (0, 1, 2, 3)
 Weights = dict[str, torch.Tensor]
 
 
-def start(flags: list[str], model: list[str] = TINY_MODEL) -> Job:
-    """The job as `pretrain` sets it up, loaded, within ranks that exist already."""
+def start(flags: list[str], model: list[str] = TINY_MODEL, own_dtype: torch.dtype | None = None) -> Job:
+    """The job as `pretrain` sets it up, loaded, within ranks that exist already. Its model has `own_dtype`, if given."""
 
     def provider(*arguments: Any) -> nn.Module:
-        built = make_model(*arguments)
+        built = make_model(*arguments[:3], own_dtype or arguments[3])
         is_sharded = isinstance(built.transformer.layers[0].mlp.dense_4h_to_h.weight, ReleasedParameter)
         assert is_sharded == (config.zero.stage == 3), "stage 3 shards while it builds, no other one does"
         return built
@@ -99,6 +99,21 @@ RECOMPUTED = ["--checkpoint-activations", "--partition-activations"]
 def test_every_stage_starts_and_trains_alike_bit_for_bit(corpus, world_size, flags, recomputed):
     """And recomputing partitioned activations changes nothing either."""
     run_ranks(world_size, stages_case, [*corpus, *flags, *recomputed], [*corpus, *flags])
+
+
+def own_dtype_case(flags: list[str], own_dtype: torch.dtype) -> None:
+    losses = []
+    for stage in STAGES:
+        job = start([*flags, "--zero-stage", str(stage)], own_dtype=own_dtype)
+        assert {p.dtype for p in job.engine.module.parameters()} == {job.config.precision.dtype}, stage
+        losses.append(train(job, 1))
+        end(job)
+    assert losses == losses[:1] * len(STAGES)
+
+
+@pytest.mark.parametrize(("flags", "own_dtype"), [(["--bf16"], torch.float32), ([], torch.bfloat16)])
+def test_the_flags_set_the_dtype_of_any_model_at_every_stage(corpus, flags, own_dtype):
+    run_ranks(2, own_dtype_case, [*corpus, *flags], own_dtype)
 
 
 def overlap_case(flags: list[str], folder: str) -> None:
