@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 
 import torch
@@ -18,6 +19,7 @@ from megazero.zero.units import shape_of
 # Gradients with at least this relative difference belong to different parameters: rounding errors are far smaller.
 _UNLIKE = 0.1
 _TOO_SMALL = 1e-3  # relative to the largest: a gradient that cancels out is all rounding error
+_MOST = 10  # updates without a gradient: then the model does not use it, and each comparison waits for the device
 
 
 class Replicas:
@@ -30,6 +32,7 @@ class Replicas:
     def __init__(self, model: nn.Module, groups: ParallelGroups) -> None:
         self._groups = groups
         self._unseen: dict[str, nn.Parameter] = {}
+        self._asked: Counter[str] = Counter()  # updates in which it was compared
         if groups.model_parallel_size > 1:
             cuts, named = partitions(model), model.named_parameters()
             self._unseen = {name: p for name, p in named if name not in cuts and all(shape_of(p))}
@@ -64,8 +67,10 @@ class Replicas:
                 "one seed for dropout outside of the tracker's fork(), and where what they compute enters split layers through "
                 "mpu.copy_to_model_parallel_region."
             )
-        for name in [name for name, is_seen in zip(rows, (size > 0).tolist(), strict=True) if is_seen]:
-            del self._unseen[name]
+        for name, is_seen in zip(rows, (size > 0).tolist(), strict=True):
+            self._asked[name] += 1
+            if is_seen or self._asked[name] == _MOST:
+                del self._unseen[name]
 
     def _squares(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
         """[2]: the squared distance of this rank's part of a gradient from the first rank's, and the sum of their squares."""

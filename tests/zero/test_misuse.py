@@ -609,3 +609,19 @@ def test_what_tensor_parallel_ranks_would_train_apart_is_refused(stage):
     for declares, copies, unlike in ((False, True, "up"), (True, False, "down")):
         for message in run_ranks(2, adapter_case, stage, declares, copies):
             assert message.startswith(f"{unlike}: not marked as parts of larger parameters, but their gradients")
+
+
+def idle_case() -> None:
+    groups = mpu.initialize_model_parallel(2)
+    model = Adapted(declares=True, copies=True)
+    model.idle = nn.Parameter(torch.ones(3))
+    engine = Engine(model, groups, torch.optim.SGD, *weight_decay_groups(model, 0.0), zero=ZeroConfig(stage=2))
+    for step in range(11):
+        engine.backward(engine(torch.ones(4, 6)).square().mean())
+        engine.step()
+        asked = engine._replicas._unseen.keys()
+        assert asked == ({"idle", "down"} if step == 0 else {"idle"} if step < 9 else set()), step
+
+
+def test_a_parameter_that_is_not_used_is_compared_a_few_times_only():
+    run_ranks(2, idle_case)
