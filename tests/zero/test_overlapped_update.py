@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -296,6 +298,17 @@ def test_graphs_and_aliases_from_before_the_step_are_refused(case, tmp_path):
     run_ranks(2, stale_case, str(tmp_path), case)
 
 
+def interrupt_finish() -> None:
+    """Ctrl-C for the main thread, once it waits in an update's `finish`: just before, the wait would not notice it."""
+    main = threading.main_thread().ident
+    names: set[str] = set()
+    while "finish" not in names:
+        time.sleep(0.01)
+        names = {frame.name for frame in traceback.extract_stack(sys._current_frames()[main])}
+    time.sleep(0.3)
+    signal.pthread_kill(main, signal.SIGINT)
+
+
 def interrupted_case(path: str) -> None:
     """The update goes on, and whoever comes next waits for it."""
     mpu.initialize_model_parallel(1)
@@ -312,7 +325,7 @@ def interrupted_case(path: str) -> None:
                 if whole := sum(len(b.tiles) for b in engine.buckets if b not in engine.optimizer._late):
                     gate.passes.release(whole)
                 got.append(step(engine, batches[1]))
-                interrupt = threading.Timer(0.3, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT])
+                interrupt = threading.Thread(target=interrupt_finish, daemon=True)
                 interrupt.start()
                 with pytest.raises(KeyboardInterrupt):
                     engine(batches[2][0][0])
