@@ -672,6 +672,10 @@ def differing_case(folder: str) -> None:
     ):
         with pytest.raises(ValueError, match=f"ranks differ and would train different models: on rank 1, .*{said}"):
             deepspeed.initialize(model=make_model(), config={**CONFIG, **mine})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", f"2.{rank}")
+        with pytest.raises(ValueError, match="on rank 1, the release of torch is '2.1', and on rank 0 '2.0'"):
+            deepspeed.initialize(model=make_model(), config=CONFIG)
     home = {"device": "nvme", "nvme_path": f"{folder}/{rank}", "pin_memory": bool(rank)}
     Path(home["nvme_path"]).mkdir()
     own = {

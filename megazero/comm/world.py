@@ -158,11 +158,12 @@ def together(action: Callable[[], Any] | None, group: ProcessGroup | None = None
 
 
 def refuse_differences(mine: dict[str, Any], advice: str) -> None:
-    """Returns if all ranks bring the same values by the same names. Collective over the world.
+    """Returns if all ranks bring the same values by the same names, and have one release of torch. Collective over the world.
 
     Raises:
         ValueError: on every rank. They do not; the message names the first rank that differs from rank 0, how, and the advice.
     """
+    mine = {**mine, "the release of torch": str(torch.__version__)}
     first = broadcast_object(mine)
     other = [(name, value) for name, value in mine.items() if value != first[name]]
     found = [f"{name} is {value!r}, and on rank 0 {first[name]!r}" for name, value in other]
