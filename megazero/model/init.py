@@ -52,20 +52,16 @@ def residual_init(config: GPT2Config) -> InitMethod:
     return partial(draw_normal_, std=config.init_method_std / math.sqrt(2.0 * config.num_layers))
 
 
-# Of Tensor, of torch.nn.init, and the one above.
-_DRAWS = {"draw_normal_", "normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_"}
-
-
 class NoDraws(TorchFunctionMode):
-    """Context manager for building a model whose values are loaded next: initializers write zeros instead of drawing.
+    """Context manager for building a model whose values are loaded next: `draw_normal_` writes zeros instead of drawing.
 
-    Every rank draws all values, some 0.2 billion per second and thread.
+    Every rank draws all values, some 0.2 billion per second and thread. Other initializers, of a script's own model, draw: what
+    follows may depend on it and be in no checkpoint, as a buffer that is not persistent.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Calls `func`, or fills its tensor with zeros."""
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", None) not in _DRAWS:
-            return func(*args, **kwargs)
+        """Calls `func`, or fills the weight of `draw_normal_` with zeros."""
+        if func is not draw_normal_:
+            return func(*args, **(kwargs or {}))
         with torch.no_grad():
-            return (args[0] if args else kwargs["tensor"]).zero_()
+            return args[0].zero_()

@@ -1,0 +1,60 @@
+"""A model of a script's own in the GPT-2 job: what it does not carry out is said, and it continues as it has begun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.ranks import run_script
+from tests.tiny import TINY_MODEL, logged
+
+SCRIPT = """
+import pretrain_gpt2
+import torch
+from megazero.entry import run_script
+from megazero.training import pretrain
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+
+class Own(nn.Module):
+    def __init__(self, vocab_size, device):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)
+        self.register_buffer("features", torch.empty(8, 8).normal_(), persistent=False)
+        self.to(device)
+
+    def forward(self, tokens):
+        return self.head(torch.relu(self.embedding(tokens) @ self.features))
+
+
+def make_model(config, groups, device, dtype):
+    return RETURNED
+
+
+def forward_step(job, iterator):
+    tokens, targets = pretrain_gpt2.get_batch(iterator, job)
+    return cross_entropy(job.engine(tokens).flatten(0, 1), targets.flatten())
+
+
+run_script(pretrain_gpt2.check, lambda checked: pretrain(*checked, make_model, forward_step))
+"""
+
+
+def train(corpus: list[str], folder: Path, *flags: str, returned: str = "Own(config.vocab_size, device)") -> str:
+    """What a run of two ranks says."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT.replace("RETURNED", returned))
+    return run_script(
+        2, str(script), [*TINY_MODEL, *corpus, "--log-interval", "1", "--train-iters", "1", *flags]
+    ).stdout
+
+
+def test_a_continued_run_has_the_buffers_that_no_checkpoint_has(corpus, tmp_path):
+    (whole := tmp_path / "whole").mkdir()
+    (parts := tmp_path / "parts").mkdir()
+    constant = ("--lr-decay-style", "constant", "--train-iters")
+    train(corpus, whole, "--save", str(whole), *constant, "4")
+    for iters in ("2", "4"):
+        train(corpus, parts, "--save", str(parts), "--load", str(parts), *constant, iters)
+    losses = [[line["loss"] for line in logged(folder)] for folder in (whole, parts)]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
