@@ -32,6 +32,7 @@ from megazero.timers import Timers
 from megazero.zero import Init
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.param_groups import weight_decay_groups
+from megazero.zero.registry import bucket_of
 
 logger = get_logger(__name__)
 
@@ -134,7 +135,8 @@ def build_job(
         draws: draw the model's initial values; False if a checkpoint is loaded next.
 
     Raises:
-        ValueError: --calculate-per-token-loss without `count_tokens`.
+        ValueError: --calculate-per-token-loss without `count_tokens`; or what `model_provider` returns is no model on the job's
+            device.
     """
     weighs_tokens = config.training.calculate_per_token_loss
     if weighs_tokens and count_tokens is None:
@@ -150,6 +152,7 @@ def build_job(
     torch.manual_seed(config.training.seed)  # weights are drawn on the CPU, whatever the device, equal on all ranks
     with nullcontext() if draws else NoDraws(), _init_context(config, groups):
         model = model_provider(config.model, groups, device, dtype)
+    _refuse_unfit(model, device)
     group_of, group_settings = weight_decay_groups(model, config.optimizer.weight_decay, config.optimizer.uses_muon)
     engine = Engine(
         model,
@@ -219,6 +222,20 @@ def _init_context(config: Config, groups: ParallelGroups) -> Init:
         dtype=config.precision.dtype,
         enabled=config.zero.stage == 3,
     )
+
+
+def _refuse_unfit(model: nn.Module, device: torch.device) -> None:
+    """Raises if a script's `make_model` has returned no module, or one whose values are elsewhere than on the job's device."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"make_model, which makes the model for `pretrain`, returned {type(model).__name__}. It must return one nn.Module."
+        )
+    for name, parameter in model.named_parameters():
+        if bucket_of(parameter) is None and parameter.device.type != device.type:  # else sharded, wherever it rests
+            raise ValueError(
+                f"make_model returned a model whose parameter {name!r} is on {parameter.device}, and the job's device is "
+                f"{device}: make it there, or move it there. What is on meta has no values."
+            )
 
 
 def _decide_recompute(job: Job) -> None:

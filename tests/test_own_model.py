@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.ranks import run_script
 from tests.tiny import TINY_MODEL, logged
 
@@ -47,6 +49,20 @@ def train(corpus: list[str], folder: Path, *flags: str, returned: str = "Own(con
     return run_script(
         2, str(script), [*TINY_MODEL, *corpus, "--log-interval", "1", "--train-iters", "1", *flags]
     ).stdout
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("None", "returned NoneType. It must return one nn.Module"),
+        ("(Own(config.vocab_size, device), None)", "returned tuple. It must return one nn.Module"),
+        ("Own(config.vocab_size, 'meta')", "parameter 'embedding.weight' is on meta, and the job's device is cpu"),
+    ],
+)
+@pytest.mark.parametrize("stage", ["0", "2"])
+def test_what_is_no_model_with_values_is_refused_in_one_line(corpus, tmp_path, returned, said, stage):
+    output = train(corpus, tmp_path, "--zero-stage", stage, returned=returned)
+    assert "error: make_model" in output and said in output and "Traceback" not in output, output
 
 
 def test_a_continued_run_has_the_buffers_that_no_checkpoint_has(corpus, tmp_path):
