@@ -17,15 +17,17 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.engine import Engine
 from megazero.logging import ALIKE, get_logger
 from megazero.model.block import Transformer
-from megazero.model.config import GPT2Config
+from megazero.model.config import SEEN_IN_SHAPES, GPT2Config
 from megazero.model.documents import document_mask
+from megazero.model.gpt2 import GPT2Model
 from megazero.model.init import NoDraws
 from megazero.model.recompute import decide_recompute
 from megazero.mpu.groups import ParallelGroups
+from megazero.mpu.partition import partitions
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import AnnealingLR
 from megazero.optim.schedules import scheduler_by_name
-from megazero.option import own_flag
+from megazero.option import as_given, own_flag
 from megazero.stop_signal import StopSignal
 from megazero.throughput import cpu_slowdown, peak_tflops
 from megazero.timers import Timers
@@ -35,6 +37,10 @@ from megazero.zero.param_groups import weight_decay_groups
 from megazero.zero.registry import bucket_of
 
 logger = get_logger(__name__)
+
+# Sizes describe any model, also to the checks; other flags are what a `GPT2Model` and its forward_step carry out.
+_SIZES = {*SEEN_IN_SHAPES, "num_attention_heads"}
+_FORWARD = {"reset_position_ids", "reset_attention_mask"}
 
 SLOW_PRODUCTS = 3.0  # times as long as in fp32, from where on the user is told
 
@@ -153,6 +159,7 @@ def build_job(
     with nullcontext() if draws else NoDraws(), _init_context(config, groups):
         model = model_provider(config.model, groups, device, dtype)
     _refuse_unfit(model, device)
+    _warn_of_own_model(model, config)
     group_of, group_settings = weight_decay_groups(model, config.optimizer.weight_decay, config.optimizer.uses_muon)
     engine = Engine(
         model,
@@ -236,6 +243,32 @@ def _refuse_unfit(model: nn.Module, device: torch.device) -> None:
                 f"make_model returned a model whose parameter {name!r} is on {parameter.device}, and the job's device is "
                 f"{device}: make it there, or move it there. What is on meta has no values."
             )
+
+
+def _warn_of_own_model(model: nn.Module, config: Config) -> None:
+    """Warns of flags that `GPT2Model` carries out, and any other model only if the script sees to it."""
+    if any(isinstance(module, GPT2Model) for module in model.modules()):
+        return
+    owners = (
+        (config.model, {each.name for each in fields(config.model)} - _SIZES),
+        (config.activations, {each.name for each in fields(config.activations)}),
+        (config.training, _FORWARD),
+        (config.parallel, set() if partitions(model) else {"model_parallel_size"}),
+    )
+    given = [
+        as_given(each, value)
+        for component, names in owners
+        for each in fields(component)
+        if each.name in names and (value := getattr(component, each.name)) != each.default
+    ]
+    if given:
+        logger.warning(
+            "make_model returned a %s, without the GPT2Model that carries out %s: these flags do only what make_model and "
+            "forward_step see to themselves",
+            type(model).__name__,
+            ", ".join(given),
+            extra=ALIKE,
+        )
 
 
 def _decide_recompute(job: Job) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shlex
 import statistics
@@ -14,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -23,13 +25,15 @@ from megazero.engine import Engine
 from megazero.job import Job
 from megazero.logging import counted, table
 from megazero.metrics import MetricsWriter, StepReport, plot_losses
+from megazero.model.gpt2 import GPT2Model
+from megazero.mpu.partition import partitions
 from megazero.profiling import StepProfiler
 from megazero.throughput import memory_bytes, peak_memory_bytes
 from megazero.wandb_log import WandbLog
 from megazero.zero.bucket_bytes import StateSettings
 from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import memory_of_buckets, memory_rows
-from megazero.zero.units import find_units
+from megazero.zero.units import find_units, shape_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +75,13 @@ def describe_start(job: Job) -> str:
     model, groups, training = job.config.model, job.groups, job.config.training
     mp, dp, steps = groups.model_parallel_size, groups.data_parallel_size, job.engine.gradient_accumulation_steps()
     size = f"{counted(model.num_layers, 'layer')} x {model.hidden_size}, vocabulary {model.vocab_size:,}"
+    count, of_flags = _num_parameters(job.engine.module), f"{model.num_parameters():,} ({size})"
+    own = f"{count:,} of {type(job.engine.module).__name__}; TFLOP/s is a GPT-2's of the flags' size, {of_flags}"
     zero = job.engine.zero
     batch = f"{counted(job.config.global_batch_size(dp), 'sequence')} x {job.config.data.seq_length} tokens"
     micro = f"{counted(steps, 'micro-batch')} of {counted(training.batch_size, 'sequence')}"
     rows = [
-        ("parameters", f"{model.num_parameters():,} ({size})"),
+        ("parameters", of_flags if count == model.num_parameters() else own),
         ("ranks", f"{mp * dp} = {mp} tensor-parallel x {dp} data-parallel"),
         ("batch", f"{batch}: {micro} on each of {counted(dp, 'data-parallel rank')}"),
         ("device", f"{job.device}, parameters in {str(job.config.precision.dtype).removeprefix('torch.')}"),
@@ -84,6 +90,12 @@ def describe_start(job: Job) -> str:
     memory = job.engine.memory()
     del memory["buffers"]  # nothing needs any yet
     return f"{table('job', rows)}\n{describe_memory(job, 'memory', memory)}"
+
+
+def _num_parameters(model: nn.Module) -> int:
+    """Logical parameters: whole where tensor-parallel ranks hold parts, without padding, shared ones counted once."""
+    cuts, shapes = partitions(model), {name: shape_of(p) for name, p in model.named_parameters()}
+    return sum(math.prod(cuts[name].full_shape(shape) if name in cuts else shape) for name, shape in shapes.items())
 
 
 def _shards(zero: ZeroConfig, data_parallel_size: int) -> str:
@@ -245,7 +257,7 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
         if tag := latest_tag(save):
             rows.append(("checkpoint", os.path.join(save, tag)))
             script = Path(__file__).parents[1] / "scripts" / "generate_text.sh"
-            if script.exists():  # a wheel has no scripts
+            if script.exists() and isinstance(job.engine.module, GPT2Model):  # a wheel has no scripts
                 rows.append(("generate text", f"LOAD={shlex.quote(save)} bash {shlex.quote(os.path.relpath(script))}"))
     return table("summary", rows)
 

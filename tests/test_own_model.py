@@ -51,6 +51,38 @@ def train(corpus: list[str], folder: Path, *flags: str, returned: str = "Own(con
     ).stdout
 
 
+def test_flags_that_another_model_does_not_carry_out_are_named_in_one_warning(corpus, tmp_path):
+    flags = (
+        "--model-parallel-size 2",
+        "--vocab-chunk-size 64",
+        "--recompute full",
+        "--partition-activations",
+        "--compile",
+    )
+    output = train(corpus, tmp_path, *" ".join([*flags, "--reset-attention-mask"]).split())
+    (warning,) = [line for line in output.splitlines() if "make_model returned a Own" in line]
+    assert all(flag in warning for flag in (*flags, "--reset-attention-mask")), warning
+    assert "--num-layers" not in warning and "--max-position-embeddings" not in warning, "checks need the sizes"
+
+
+def test_a_model_without_such_flags_has_no_warning_and_a_table_of_its_own_size(corpus, tmp_path):
+    output = train(
+        corpus,
+        tmp_path,
+        "--zero-stage",
+        "3",
+        "--attention-dropout",
+        "0.1",
+        "--hidden-dropout",
+        "0.1",
+        "--save",
+        str(tmp_path),
+    )
+    vocabulary = 300
+    assert f"parameters  {2 * 8 * vocabulary + vocabulary:,} of Own; TFLOP/s is a GPT-2's" in output, output
+    assert "WARNING" not in output and "generate text" not in output, output
+
+
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
