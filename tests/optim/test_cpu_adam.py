@@ -274,6 +274,22 @@ def test_the_pass_rounds_as_this_machines_torch_or_torch_computes(kind, monkeypa
     assert ("rounds unlike numba's" in caplog.text) == (kind == "another")
 
 
+@pytest.mark.skipif(
+    not HAS_NUMBA or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="no numba, or no AVX2"
+)
+def test_numbas_pass_rounds_as_torch_built_for_avx():
+    assert adam_kernels.fusion() == (None, True)
+
+
+@pytest.mark.skipif(not HAS_NUMBA, reason="there is no numba")
+def test_the_kernel_fuses_what_this_machines_torch_does(monkeypatch):
+    got = operands(4096, torch.float32, None)
+    monkeypatch.setattr(adam_kernels, "fusion", lambda: (None, None))
+    want = passed(got, None, None)
+    one_pass(dataclasses.replace(SETTINGS, is_decoupled=False), got, 3.0)
+    assert all(map(torch.equal, results(got), results(want)))
+
+
 ON_ANOTHER_PROCESSOR = """
 from tests.optim.test_cpu_adam import SETTINGS, adam_kernels, operands, results, torch, wanted
 
