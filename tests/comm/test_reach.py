@@ -28,7 +28,7 @@ def close_ports(closed):
         asked.append(first)
         if first == closed:
             raise RuntimeError(
-                f"Gloo connectFullMesh failed with [/gloo/pair.cc:152] {'none' if rank == first else REFUSED}"
+                f"Gloo connectFullMesh failed with [/gloo/pair.cc:152] {'none' if rank == first else REFUSED}\nmore"
             )
         return real(store, first, rank, timeout_s)
 
@@ -87,14 +87,18 @@ def test_every_rank_is_told_which_host_the_others_cannot_reach(tmp_path, address
     )
 
 
-def test_every_rank_is_told_which_host_has_closed_its_ports(tmp_path):
-    hosts = tuple((host, LOOPBACK) for host in "abbc")
-    told = run_ranks(4, join_case, hosts, free_port(), f"{tmp_path}/again", 2, ("lo",) * 4, 2)
+@pytest.mark.parametrize(
+    ("of", "closed", "pairs"), [("abbc", 2, [[0], [0], [2], [2]]), ("aabb", 1, [[], [1], [1], []])]
+)
+def test_every_rank_is_told_which_host_has_closed_its_ports(tmp_path, of, closed, pairs):
+    hosts = tuple((host, LOOPBACK) for host in of)
+    told = run_ranks(4, join_case, hosts, free_port(), f"{tmp_path}/again", 2, ("lo",) * 4, closed)
+    other = f"rank {closed + 1}, node-{of[closed + 1]}"
     said = (
-        f"over gloo: the host of rank 3, node-c, cannot connect to that of rank 2 ({REFUSED}). A port is closed there"
+        f"over gloo: the host of {other}, cannot connect to that of rank {closed} ({REFUSED}). A port is closed there"
     )
     assert all(said in message for message, _ in told), told
-    assert [asked for _, asked in told] == [[0], [0], [2], [2]], "only ranks of neighboring hosts connect"
+    assert [asked for _, asked in told] == pairs, "only ranks of neighboring hosts connect"
 
 
 @pytest.mark.parametrize(
@@ -102,9 +106,10 @@ def test_every_rank_is_told_which_host_has_closed_its_ports(tmp_path):
     [
         ((("a", LOOPBACK), ("a", LOOPBACK)), 1, ()),  # two torchruns on one host, to try things
         ((("a", LOOPBACK), ("b", LOOPBACK)), 1, ("lo", "lo,")),  # the user has named an interface
+        (tuple((host, LOOPBACK) for host in "abcd"), 1, ("lo",) * 4),  # two of them connect to two others each
         ((("a", LOOPBACK), ("b", LOOPBACK)), 2, ()),  # torchrun says that all ranks are on one node
     ],
 )
 def test_hosts_that_reach_each_other_join(tmp_path, hosts, ranks_per_host, named):
-    told = run_ranks(2, join_case, hosts, free_port(), "", ranks_per_host, named)
-    assert [message for message, _ in told] == [None, None]
+    told = run_ranks(len(hosts), join_case, hosts, free_port(), "", ranks_per_host, named)
+    assert all(message is None for message, _ in told)
