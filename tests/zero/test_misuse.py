@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import pickle
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 from megazero import mpu, utils, zero
 from megazero.engine import Engine, EngineStateError, weight_decay_groups
+from megazero.optim.loss_scaler import LossScaler
 from megazero.zero.access import load_state_dict
 from megazero.zero.config import ZeroConfig
 from megazero.zero.weights import Weights
@@ -587,7 +589,7 @@ class Adapted(nn.Module):
 
 
 def adapter_case(stage: int, declares: bool, copies: bool) -> list[float] | str:
-    groups = mpu.initialize_model_parallel(torch.distributed.get_world_size())
+    groups = mpu.initialize_model_parallel(min(2, torch.distributed.get_world_size()))
     model = Adapted(declares, copies)
     sgd = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
     engine = Engine(model, groups, sgd, *weight_decay_groups(model, 0.0), zero=ZeroConfig(stage=stage), clip_grad=0.5)
@@ -601,13 +603,13 @@ def adapter_case(stage: int, declares: bool, copies: bool) -> list[float] | str:
     return losses
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_what_tensor_parallel_ranks_would_train_apart_is_refused(stage):
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (3, 4)])
+def test_what_tensor_parallel_ranks_would_train_apart_is_refused(stage, ranks):
     (alone,) = run_ranks(1, adapter_case, stage, True, True)
-    for losses in run_ranks(2, adapter_case, stage, True, True):
+    for losses in run_ranks(ranks, adapter_case, stage, True, True):
         assert losses == pytest.approx(alone, rel=1e-5)
     for declares, copies, unlike in ((False, True, "up"), (True, False, "down")):
-        for message in run_ranks(2, adapter_case, stage, declares, copies):
+        for message in run_ranks(ranks, adapter_case, stage, declares, copies):
             assert message.startswith(f"{unlike}: not marked as parts of larger parameters, but their gradients")
 
 
@@ -615,7 +617,11 @@ def idle_case() -> None:
     groups = mpu.initialize_model_parallel(2)
     model = Adapted(declares=True, copies=True)
     model.idle = nn.Parameter(torch.ones(3))
-    engine = Engine(model, groups, torch.optim.SGD, *weight_decay_groups(model, 0.0), zero=ZeroConfig(stage=2))
+    scaler, parameters = LossScaler(64.0), weight_decay_groups(model, 0.0)
+    engine = Engine(model, groups, torch.optim.SGD, *parameters, zero=ZeroConfig(stage=2), loss_scaler=scaler)
+    engine.backward(engine(torch.full((4, 6), math.inf)).square().mean())
+    engine.step()  # an overflow says nothing
+    assert engine.optimizer.overflow
     for step in range(11):
         engine.backward(engine(torch.ones(4, 6)).square().mean())
         engine.step()
