@@ -120,18 +120,20 @@ def test_what_has_no_states_is_frozen_a_buffer_or_another_name(fsdp, caplog):
     kinds = {name: tensor.kind for name, tensor in found.tensors.items() if tensor.kind != "trained"}
     assert kinds == {"frozen.weight": "frozen", "frozen.bias": "frozen", "scale": "frozen", "count": "buffer"}
     assert found.aliases == {"head.weight": "embed.weight"} and found.optimizer_counters == {"step": 3.0}
+    assert found.optimizer_type == "AdamW"
     assert "left out, as they are not in the model 'app.model.': ema.gain" in caplog.text
 
 
 ADAM = ("exp_avg", "exp_avg_sq")
 
 
-def saved(folder: Path, states: dict[str, Any], step: float = 2.0) -> Path:
-    """A folder with the weights a and b, and these states of theirs."""
+def saved(folder: Path, states: dict[str, Any], step: float = 2.0, others: tuple[str, ...] = ()) -> Path:
+    """A folder with the weights a and b, and these states of theirs, behind other tensors."""
     weights = {f"model.{name}": (torch.randn(3, 2), {}) for name in "ab"}
     steps = {f"optim.state.{name}.step": (torch.tensor(s), {}) for name, s in zip("ab", (2.0, step), strict=True)}
     moments = {f"optim.state.{name}": (torch.randn(shape), {}) for name, shape in states.items()}
-    write_torch_dist(folder, {**weights, **steps, **moments}, {})
+    rest = {name: (torch.randn(3, 2), {}) for name in others}
+    write_torch_dist(folder, {**rest, **weights, **steps, **moments}, {})
     return folder
 
 
@@ -151,6 +153,32 @@ def test_states_that_no_checkpoint_can_hold_are_left_out_with_the_reason(tmp_pat
 def test_states_of_an_unknown_optimizer_are_kept_and_told(tmp_path, caplog):
     found = read_dcp(saved(tmp_path, {"a.exp_avg": (3, 2), "b.exp_avg": (3, 2)}))
     assert found.optimizer_type is None and "does not say which optimizer has the states exp_avg" in caplog.text
+
+
+def test_states_without_a_step_are_kept(tmp_path):
+    momentum = {
+        f"{start}a{end}": (torch.randn(3), {}) for start, end in (("", ""), ("optim.state.", ".momentum_buffer"))
+    }
+    write_torch_dist(tmp_path, momentum, {})
+    found = read_dcp(tmp_path)
+    assert found.optimizer_counters == {} and found.tensors["a"].kind == "trained"
+
+
+def test_the_model_is_the_one_with_all_that_have_states(tmp_path, caplog):
+    states = {f"{name}.{key}": (3, 2) for name in "ab" for key in ADAM}
+    found = read_dcp(saved(tmp_path, states, others=("ema.a", "other.b", "optim.param_groups.a.lr")))
+    assert found.tensors.keys() == {"a", "b"} and {tensor.kind for tensor in found.tensors.values()} == {"trained"}
+    assert "left out, as they are not in the model 'model.': ema.a, other.b\n" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("names", "own"), [(("app.model.a", "app.model.b"), {"a", "b"}), (("model.a", "b"), {"model.a", "b"})]
+)
+def test_weights_alone_lose_what_precedes_all_of_them(tmp_path, caplog, names, own):
+    values = torch.zeros(3, 2), torch.zeros(3, 2).T  # no further name of the first: it has another shape
+    write_torch_dist(tmp_path, {name: (value, {}) for name, value in zip(names, values, strict=True)}, {})
+    found = read_dcp(tmp_path)
+    assert found.tensors.keys() == own and found.optimizer_type is None and not caplog.text
 
 
 def test_states_without_their_weights_are_refused(tmp_path):
