@@ -368,6 +368,24 @@ def test_space_that_cannot_be_reserved_is_said(tmp_path, monkeypatch, caplog):
     assert caplog.text.count("cannot be reserved") == 1
 
 
+def test_a_place_behind_4_gib_is_reserved(tmp_path):
+    with (tmp_path / "file").open("wb") as file:
+        if not swap_file.reserve(file.fileno(), 1 << 32, PAGE):
+            pytest.skip("the system or the file system reserves no space")
+        assert os.fstat(file.fileno()).st_size == (1 << 32) + PAGE
+
+
+def test_a_reservation_that_a_signal_interrupts_is_asked_for_again(monkeypatch):
+    answers = iter([errno.EINTR, 0])
+
+    def fallocate(*_):
+        ctypes.set_errno(answer := next(answers))
+        return -bool(answer)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace(fallocate=fallocate))
+    assert swap_file.reserve(0, 0, PAGE) and not list(answers)
+
+
 def reserve_without_fallocate(folder):
     """What is said and the bytes written for a reservation where the kernel answers fallocate(2) as a file system without it."""
     number = {"x86_64": 285, "aarch64": 47}[platform.machine()]
