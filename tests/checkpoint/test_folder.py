@@ -328,6 +328,18 @@ def test_what_lies_in_the_image_of_a_container_is_replaced_and_kept_as_elsewhere
     assert not leftovers(tmp_path)
 
 
+def test_nothing_is_copied_where_a_folder_may_not_be_renamed(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(PermissionError):
+        folder._move(tmp_path / "mine", tmp_path / "mine.other")
+    assert os.listdir(tmp_path) == ["mine"]
+
+
 def test_what_has_a_checkpoints_name_and_is_none_is_kept(world, tmp_path, caplog):
     theirs = tmp_path / "global_step1" / "mp_rank_00_model_states.pt"
     theirs.parent.mkdir()
