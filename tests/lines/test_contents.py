@@ -70,6 +70,15 @@ def test_a_file_that_grows_while_it_is_read_is_an_error(tmp_path, monkeypatch):
         describe_files([path])
 
 
+@pytest.mark.parametrize("field", ["nbytes", "modified_ns", "changed_ns"])
+def test_a_file_of_another_size_or_time_after_it_was_read_is_an_error(tmp_path, monkeypatch, field):
+    path, identity, numbers = tmp_path / "a.jsonl", contents._identity, iter(range(9))
+    path.write_bytes(b"one\n")
+    monkeypatch.setattr(contents, "_identity", lambda path: identity(path)._replace(**{field: next(numbers)}))
+    with pytest.raises(ValueError, match="a.jsonl was changed while it was read"):
+        describe_files([path])
+
+
 def test_a_file_that_a_file_system_numbers_anew_has_not_changed(tmp_path, monkeypatch):
     path, identity, numbers = tmp_path / "a.jsonl", contents._identity, iter(range(9))
     path.write_bytes(b"one\n")
