@@ -265,6 +265,7 @@ def test_srun_command():
     assert command[0] == "srun" and command[-2:] == ["--mem=0", "python"] and "--kill-on-bad-exit=1" in command
     assert command[command.index("--nodelist") + 1] == "n1,n2" and command[command.index("--ntasks") + 1] == "2"
     assert "--export=ALL" in command  # else, srun follows that of sbatch
+    assert command[command.index("--ntasks-per-node") + 1] == "1" and "--cpu-bind=none" in command
 
 
 @pytest.mark.parametrize("is_macos", [False, True])
@@ -691,8 +692,9 @@ def test_slurms_step_has_all_gpus_of_a_job_that_was_allocated_by_the_task(folder
         monkeypatch.setenv(f"SLURM_{name}", value)
     for per_task in ("", "1"):
         monkeypatch.setenv("SLURM_GPUS_PER_TASK", per_task)
-        main([__file__])
-        assert ("--gpus-per-node 4 env " in " ".join(started.pop())) == bool(per_task)
+        main(["--include=127.0.0.1:0,1@127.0.0.2:0,1", "--launcher_args=--mem=0", __file__])
+        # what the user adds comes last, and so may replace it
+        assert ("--gpus-per-node 4 --mem=0 env " in " ".join(started.pop())) == bool(per_task)
 
 
 def test_each_slurm_job_meets_at_a_port_of_its_own_unless_one_is_given(folder, monkeypatch):

@@ -336,7 +336,7 @@ def test_slurm_script_submitted_elsewhere_ends_a_wrong_command_line_before_it_st
 def test_slurm_script_queues_a_failed_job_again_as_often_as_it_may(tmp_path):
     for name, body in (
         ("scontrol", '[ "$1" = requeue ] && echo "again $2" || echo n1'),
-        ("srun", 'echo "run ${MAX_RESTARTS:-none} $TORCH_ELASTIC_SHUTDOWN_TIMEOUT $RDZV_ENDPOINT"; exit 3'),
+        ("srun", 'echo "run $4 ${MAX_RESTARTS:-none} $TORCH_ELASTIC_SHUTDOWN_TIMEOUT $RDZV_ENDPOINT"; exit 3'),
     ):
         stand_in(tmp_path, name, f"#!/usr/bin/env bash\n{body}\n")
     slurm = {"SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}  # the port is that job's
@@ -344,12 +344,13 @@ def test_slurm_script_queues_a_failed_job_again_as_often_as_it_may(tmp_path):
     (tmp_path / "scripts/pretrain_gpt2_distributed.sh").touch()
     slurm["SLURM_SUBMIT_DIR"] = str(tmp_path)
     slurm["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    run_once = "run --kill-on-bad-exit=1 none 110 n1:20007\n"  # and nothing of GPUs before that option
     for restarts, said in (
         ({}, ""),
         ({"MAX_RESTARTS": "2", "SLURM_RESTART_COUNT": "1"}, "again 7\n"),
         ({"MAX_RESTARTS": "2", "SLURM_RESTART_COUNT": "2"}, ""),
     ):
-        assert run("scripts/pretrain_gpt2.sbatch", **slurm, **restarts, EXPECT="3") == f"run none 110 n1:20007\n{said}"
+        assert run("scripts/pretrain_gpt2.sbatch", **slurm, **restarts, EXPECT="3") == f"{run_once}{said}"
 
 
 def test_slurm_script_refuses_restarts_that_are_no_number_before_it_runs_anything(tmp_path):
