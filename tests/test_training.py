@@ -967,10 +967,14 @@ entry.run_script(lambda world_size: None, work)
             "[/gloo/pair.cc:537] Read error [10.9.0.10]:26285: Connection timed out. This is typically caused by a worker.",
             r"lost the connection to a rank at 10\.9\.0\.10, in .*__main__\.work:5\. It has ended, or its host .*nothing\.$",
         ),
+        (
+            "ncclRemoteError: A call failed possibly due to a network error or a remote process exited prematurely.",
+            r"ncclRemoteError: .* exited prematurely\.$",
+        ),
     ],
-    ids=["unconnected", "closed", "reset", "cut off"],
+    ids=["unconnected", "closed", "reset", "cut off", "of NCCL"],
 )
-def test_what_gloo_says_of_another_rank_becomes_one_line(tmp_path, text, said):
+def test_what_gloo_or_nccl_says_of_another_rank_becomes_one_line(tmp_path, text, said):
     script = tmp_path / "fails.py"
     script.write_text(GLOO_FAILS.format(text=text))
     done = run_script(1, str(script), [])
