@@ -166,7 +166,8 @@ def fusion() -> tuple[bool | None, bool | None] | None:
         lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, is_decoupled=False, corrects_bias=True
     )
     # Weights, gradients and both moments.
-    start = torch.rand(4, BLOCK_NUMEL, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    drawn = torch.Generator("cpu").manual_seed(0)
+    start = torch.rand(4, BLOCK_NUMEL, generator=drawn, dtype=torch.float32, device="cpu")
     want = start.clone()
     with _one_thread():
         unmixed(settings, Operands._make((*want, None)), 3.0, 0.7)

@@ -290,6 +290,16 @@ def test_the_kernel_fuses_what_this_machines_torch_does(monkeypatch):
     assert all(map(torch.equal, results(got), results(want)))
 
 
+@pytest.mark.skipif(not HAS_NUMBA, reason="there is no numba")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_how_this_machine_rounds_is_found_whatever_torchs_default_dtype(dtype):
+    try:
+        torch.set_default_dtype(dtype)
+        assert adam_kernels.fusion.__wrapped__() == adam_kernels.fusion()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 ON_ANOTHER_PROCESSOR = """
 from tests.optim.test_cpu_adam import SETTINGS, adam_kernels, operands, results, torch, wanted
 
