@@ -78,7 +78,8 @@ class Engine:
 
     Raises:
         ValueError: data-parallel ranks start with different weights or would get different ones (`nn.Embedding(max_norm=)`),
-            nothing is trainable, the optimizer is not elementwise, or the groups do not make up the world.
+            nothing is trainable, the optimizer is not elementwise, or the groups do not make up the world; or a parameter that
+            is not declared as cut is missing on a tensor-parallel rank, or has another shape there.
     """
 
     optimizer: Any
@@ -132,6 +133,7 @@ class Engine:
         plans = share_buckets(plans, self.zero.shared_numel(groups.data_parallel_size))
         if not plans or (optimizer_factory is not None and not any(plan.is_trainable for plan in plans)):
             raise ValueError("the model has no trainable parameter: set requires_grad on what is to be trained.")
+        self._replicas = Replicas(model, groups)
         self.channel = comm.Channel(groups.data, shard_size=num_shards)
         _connect(model)
         self.homes = Homes.of(self.zero, plans)
@@ -178,7 +180,6 @@ class Engine:
         self._micro_steps = 0
         self._since_update = 0  # micro-batches
         self._is_applied = False
-        self._replicas = Replicas(model, groups)
         self._has_gradients = False  # from engine.backward, which scales them; loss.backward() does not
         self.reduction_timers: Timers | None = None
         self._grad_norm = 0.0

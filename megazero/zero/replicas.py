@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +13,17 @@ from megazero.json_source import DeepSpeedConfigError
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import partitions
 from megazero.zero.access import safe_get_local_grad
+from megazero.zero.registry import bucket_of
 from megazero.zero.units import shape_of
 
 # Gradients with at least this relative difference belong to different parameters: rounding errors are far smaller.
 _UNLIKE = 0.1
 _TOO_SMALL = 1e-3  # relative to the largest: a gradient that cancels out is all rounding error
+_DECLARE = (
+    "Declare those that are parts, as an embedding with a column for each of a rank's heads is: in their module, partitions = "
+    "{name: mpu.Partition(dim, full_size=size)}; for initialize(mpu=), parameter.model_parallel = True and "
+    "parameter.partition_dim do as well."
+)
 _MOST = 10  # updates without a gradient: then the model does not use it, and each comparison waits for the device
 
 
@@ -30,12 +35,24 @@ class Replicas:
     """
 
     def __init__(self, model: nn.Module, groups: ParallelGroups) -> None:
+        """Collective over the tensor-parallel group.
+
+        Raises:
+            DeepSpeedConfigError: one of them is missing on a rank, or has another shape there.
+        """
         self._groups = groups
         self._unseen: dict[str, nn.Parameter] = {}
         self._asked: Counter[str] = Counter()  # updates in which it was compared
         if groups.model_parallel_size > 1:
             cuts, named = partitions(model), model.named_parameters()
             self._unseen = {name: p for name, p in named if name not in cuts and all(shape_of(p))}
+            mine = {name: tuple(shape_of(p)) for name, p in self._unseen.items()}
+            everyones = comm.all_gathered_objects(mine, groups.model)
+            if unlike := {name for theirs in everyones for name, _ in theirs.items() ^ mine.items()}:
+                raise DeepSpeedConfigError(
+                    f"{', '.join(sorted(unlike))}: not marked as parts of larger parameters, but not of one shape on the "
+                    f"{groups.model_parallel_size} model-parallel ranks, or missing on one. {_DECLARE}"
+                )
 
     def compare(self) -> None:
         """Compares the mean gradients of those that have had none so far, up to rounding. Collective over the world.
@@ -50,7 +67,6 @@ class Replicas:
         if not rows:
             return
         squares = torch.stack(list(rows.values()))  # [parameters, 2]
-        squares = torch.stack(comm.all_gathered(squares, self._groups.data)).sum(0)  # of all shards
         squares = torch.stack(comm.all_gathered(squares, self._groups.model)).amax(0)
         if not squares.isfinite().all():  # the step will be skipped
             return
@@ -60,22 +76,24 @@ class Replicas:
         if unlike:
             raise DeepSpeedConfigError(
                 f"{', '.join(unlike)}: not marked as parts of larger parameters, but their gradients are not the same on the "
-                f"{self._groups.model_parallel_size} model-parallel ranks. Nothing has been updated. Declare those that are "
-                "parts, as an embedding with a column for each of a rank's heads is: in their module, partitions = {name: "
-                "mpu.Partition(dim, full_size=size)}; for initialize(mpu=), parameter.model_parallel = True and "
-                "parameter.partition_dim do as well. The others get one gradient where model-parallel ranks have one batch, and "
-                "one seed for dropout outside of the tracker's fork(), and where what they compute enters split layers through "
-                "mpu.copy_to_model_parallel_region."
+                f"{self._groups.model_parallel_size} model-parallel ranks. Nothing has been updated. {_DECLARE} The others get "
+                "one gradient where model-parallel ranks have one batch, and one seed for dropout outside of the tracker's "
+                "fork(), and where what they compute enters split layers through mpu.copy_to_model_parallel_region."
             )
         for name, is_seen in zip(rows, (size > 0).tolist(), strict=True):
             self._asked[name] += 1
             if is_seen or self._asked[name] == _MOST:
                 del self._unseen[name]
 
-    def _squares(self, parameter: nn.Parameter, grad: Tensor) -> Tensor:
-        """[2]: the squared distance of this rank's part of a gradient from the first rank's, and the sum of their squares."""
-        # Padded, because a rank may have any part of it, and all ranks issue the same collectives.
-        mine = F.pad(grad.to(comm.local_device()), (0, prod(shape_of(parameter)) - grad.numel()))
+    def _squares(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """[2]: the squared distance of the gradient, here in part, from the first rank's, and the sum of their squares."""
+        # Whole, because tensor-parallel ranks have other parts of it if another parameter in the bucket is not cut evenly.
+        bucket = bucket_of(parameter)
+        assert bucket is not None  # it has a gradient
+        segment = bucket.segment_of(parameter)
+        before = segment.clip(bucket.owned_range.start, bucket.owned_range.stop)[0] - segment.start
+        mine = F.pad(part.to(comm.local_device()), (before, segment.numel - before - part.numel()))
+        mine = comm.all_reduced(mine, self._groups.data)
         first = mine.clone()  # the first tensor-parallel rank's, after the broadcast
         comm.broadcast_(first, self._groups.model)
         return torch.stack([(mine - first).square().sum(), mine.square().sum() + first.square().sum()])

@@ -613,6 +613,62 @@ def test_what_tensor_parallel_ranks_would_train_apart_is_refused(stage, ranks):
             assert message.startswith(f"{unlike}: not marked as parts of larger parameters, but their gradients")
 
 
+class Uneven(nn.Module):
+    """Sixty units, of which the first of two tensor-parallel ranks computes with forty."""
+
+    def __init__(self, declares: bool, has_more: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        rows = slice(0, 60)
+        if mpu.get_model_parallel_world_size() == 2:
+            rows = (slice(0, 40), slice(40, 60))[mpu.get_model_parallel_rank()]
+        self.rows = rows
+        self.whole, self.part = nn.Parameter(torch.randn(60, 6)), nn.Parameter(torch.randn(60, 3)[rows].clone())
+        self.partitions = {"part": mpu.Partition(0, full_size=60)} if declares else {}
+        if has_more:
+            self.more = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return mpu.reduce_from_model_parallel_region(
+            mpu.copy_to_model_parallel_region(x @ self.whole.T)[:, self.rows] @ self.part
+        )
+
+
+def uneven_case(stage: int) -> tuple[list[float], list[str]]:
+    groups = mpu.initialize_model_parallel(min(2, torch.distributed.get_world_size()))
+    sgd = lambda params: torch.optim.SGD(params, lr=0.001)  # noqa: E731
+
+    def made(declares: bool, has_more: bool) -> Engine:
+        model = Uneven(declares, has_more)
+        settings = weight_decay_groups(model, 0.0)
+        return Engine(model, groups, sgd, *settings, zero=ZeroConfig(stage=stage))
+
+    refused = []
+    for declares, has_more in ((False, False), (True, groups.model_parallel_rank == 0)):
+        if groups.model_parallel_size > 1:
+            with pytest.raises(ValueError, match="marked as parts") as error:
+                made(declares, has_more)
+            refused.append(str(error.value))
+    engine, losses = made(True, False), []
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        losses.append(float(engine.backward(engine(x).square().mean())))
+        engine.step()
+    return losses, refused
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_parts_of_other_sizes_on_tensor_parallel_ranks_are_trained_if_declared_and_otherwise_refused(stage):
+    ((alone, _),) = run_ranks(1, uneven_case, stage)
+    for losses, refused in run_ranks(4, uneven_case, stage):
+        assert losses == pytest.approx(alone, rel=1e-5)
+        of_part, of_more = refused
+        assert of_part.startswith(
+            "part: not marked as parts of larger parameters, but not of one shape on the 2 model-par"
+        )
+        assert of_more.startswith("more: not marked as parts")
+
+
 def idle_case() -> None:
     groups = mpu.initialize_model_parallel(2)
     model = Adapted(declares=True, copies=True)
