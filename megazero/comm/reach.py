@@ -44,9 +44,12 @@ def refuse_unreachable(store: dist.Store, rank: int, world_size: int, timeout_s:
     connected = []  # as long as others connect
     for parity in range(2):  # ranks 0 and 1, 2 and 3, ...; then 1 and 2, 3 and 4, ...
         first = rank - (rank + parity) % 2
-        is_pair = 0 <= first < world_size - 1
-        if is_pair and store.get(f"host/{first}") != store.get(f"host/{first + 1}"):
+        other = 2 * first + 1 - rank
+        if 0 <= first < world_size - 1 and store.get(f"host/{other}").decode() != here:
             try:
+                # For its address in the store gloo waits a fifth of what it waits for a connection.
+                store.set(f"ready/{parity}/{rank}", "")
+                store.wait([f"ready/{parity}/{other}"], timedelta(seconds=timeout_s))
                 connected.append(_connected(store, first, rank, min(CONNECT_S, timeout_s)))
             except RuntimeError as error:
                 if rank > first:  # it connects to the other one, and knows why it cannot

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 
 import pytest
 import torch.distributed as dist
@@ -99,6 +100,22 @@ def test_every_rank_is_told_which_host_has_closed_its_ports(tmp_path, of, closed
     )
     assert all(said in message for message, _ in told), told
     assert [asked for _, asked in told] == pairs, "only ranks of neighboring hosts connect"
+
+
+def late_case(port):
+    """One of two hosts comes to their connection late by more than gloo waits for an address."""
+    rank, real_get, reach.CONNECT_S = dist.get_rank(), dist.PrefixStore.get, 5.0
+
+    def get(store, key):
+        time.sleep(2 if rank == 0 and key.startswith("host/") else 0)
+        return real_get(store, key)
+
+    dist.PrefixStore.get = get
+    return join_case((("a", LOOPBACK), ("b", LOOPBACK)), port, "", 1, ("lo",) * 2)[0]
+
+
+def test_a_host_may_come_late_to_its_connection():
+    assert run_ranks(2, late_case, free_port()) == [None, None]
 
 
 @pytest.mark.parametrize(
