@@ -16,10 +16,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from megazero.checkpoint.format import CONSTANT
+from megazero.checkpoint.format import CONSTANT, bytes_of
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor, type_of_states
 from megazero.checkpoint.importers.torch_dist import SavedTensor, is_torch_dist, read_torch_dist
 from megazero.zero.bucket import MASTER
@@ -102,7 +101,7 @@ def _by_own_name(folder: Path, weights: Mapping[str, SavedTensor], parameters: s
                 f"{folder} has states of the optimizer for {longest} and others, and no weights of all of these."
             )
     else:
-        start = _OF_MODEL.match(next(iter(weights), ""))
+        start = _OF_MODEL.match(next(iter(weights)))
         prefix = start[0] if start and all(name.startswith(start[0]) for name in weights) else ""
     if others := [name for name in weights if not name.startswith(prefix)]:
         logger.warning("%s: left out, as they are not in the model %r: %s", folder, prefix, ", ".join(others))
@@ -152,5 +151,6 @@ def _add_constants(tensors: dict[str, ForeignTensor], weights: Mapping[str, Save
 
 
 def _digest(value: Tensor) -> bytes:
-    data = value.contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(f"{value.dtype} {tuple(value.shape)}".encode() + data.tobytes()).digest()
+    digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)}".encode())
+    digest.update(bytes_of(value.contiguous()).data)
+    return digest.digest()
