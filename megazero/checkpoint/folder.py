@@ -174,9 +174,11 @@ class CheckpointFolder:
                     aside.unlink(missing_ok=True)
         for replaced in self.path.glob(".*.replaced"):
             final = self.path / tag_at(replaced)
-            if final.exists():
+            is_half = _is_ours(final) and not (final / "index.json").exists()  # `_move` died while it deleted it
+            if final.exists() and not is_half:
                 _remove(replaced)
             else:
+                _remove(final)
                 os.rename(replaced, final)
 
     def publish(self, tag: str, index: dict[str, Any], save_latest: bool, keep_last: int) -> None:
@@ -260,7 +262,9 @@ def _move(path: Path, to: Path) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        shutil.move(path, to)
+        shutil.copytree(path, to, symlinks=True)
+        (path / "index.json").unlink(missing_ok=True)  # first, so that nobody takes what is left for whole
+        shutil.rmtree(path)
 
 
 def _remove(path: Path) -> None:

@@ -84,9 +84,9 @@ def tag_at(path: Path) -> str:
 
 
 def checkpoint_path(directory: str | Path, tag: str) -> Path:
-    """Where the checkpoint is: under its tag, unless a save of the same tag died between its two renames."""
+    """Where the checkpoint is: under its tag, unless a save of the same tag died before it had replaced it."""
     path, replaced = Path(directory) / tag, replaced_path(directory, tag)
-    return replaced if replaced.exists() and not path.exists() else path
+    return replaced if replaced.exists() and not (path / "index.json").exists() else path
 
 
 def list_tags(directory: str | Path) -> list[str]:

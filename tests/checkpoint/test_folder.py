@@ -340,6 +340,39 @@ def test_nothing_is_copied_where_a_folder_may_not_be_renamed(tmp_path, monkeypat
     assert os.listdir(tmp_path) == ["mine"]
 
 
+@pytest.mark.parametrize("dies_in", ["copytree", "rmtree"])
+def test_a_save_that_dies_while_it_copies_a_checkpoint_out_of_an_image_leaves_it_whole(
+    world, tmp_path, monkeypatch, dies_in
+):
+    engine, rename = make_engine(1), os.rename
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path))
+    final = tmp_path / "global_step1"
+    saved = {file.name: file.read_bytes() for file in final.iterdir()}
+
+    def overlayfs(path, to):
+        if path == final:
+            raise OSError(errno.EXDEV, "Invalid cross-device link", str(path), None, str(to))
+        rename(path, to)
+
+    def die(path, to=None, **_):
+        if to is not None:  # copytree
+            to.mkdir()
+            shutil.copy(path / "index.json", to)
+        for file in () if to is not None else sorted(path.glob("rank_*"))[:1]:
+            file.unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", overlayfs)
+        patch.setattr(shutil, dies_in, die)
+        with pytest.raises(KeyboardInterrupt):
+            folder._move(final, folder.replaced_path(tmp_path, "global_step1"))
+    engine.load_checkpoint(str(tmp_path))
+    folder.CheckpointFolder(tmp_path)._clear()
+    assert {file.name: file.read_bytes() for file in final.iterdir()} == saved and not leftovers(tmp_path)
+
+
 def test_what_has_a_checkpoints_name_and_is_none_is_kept(world, tmp_path, caplog):
     theirs = tmp_path / "global_step1" / "mp_rank_00_model_states.pt"
     theirs.parent.mkdir()
