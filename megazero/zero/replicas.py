@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero import comm
@@ -91,8 +90,9 @@ class Replicas:
         bucket = bucket_of(parameter)
         assert bucket is not None  # it has a gradient
         segment = bucket.segment_of(parameter)
-        before = segment.clip(bucket.owned_range.start, bucket.owned_range.stop)[0] - segment.start
-        mine = F.pad(part.to(comm.local_device()), (before, segment.numel - before - part.numel()))
+        low, high = segment.clip(bucket.owned_range.start, bucket.owned_range.stop)
+        mine = torch.zeros(segment.numel, dtype=torch.float32, device=comm.local_device())
+        mine[low - segment.start : high - segment.start] = part
         mine = comm.all_reduced(mine, self._groups.data)
         first = mine.clone()  # the first tensor-parallel rank's, after the broadcast
         comm.broadcast_(first, self._groups.model)
