@@ -42,23 +42,20 @@ def refuse_unreachable(store: dist.Store, rank: int, world_size: int, timeout_s:
         return
     _refuse(store, "unreachable")
     connected = []  # as long as others connect
-    for parity in range(2):  # ranks 0 and 1, 2 and 3, ...; then 1 and 2, 3 and 4, ...
-        first = rank - (rank + parity) % 2
+    for turn in range(2):  # ranks 0 and 1, 2 and 3, ...; then 1 and 2, 3 and 4, ...
+        first = rank - (rank + turn) % 2
         other = 2 * first + 1 - rank
         if 0 <= first < world_size - 1 and store.get(f"host/{other}").decode() != here:
             try:
-                # For its address in the store gloo waits a fifth of what it waits for a connection.
-                store.set(f"ready/{parity}/{rank}", "")
-                store.wait([f"ready/{parity}/{other}"], timedelta(seconds=timeout_s))
-                connected.append(_connected(store, first, rank, min(CONNECT_S, timeout_s)))
+                connected.append(_connected(store, first, rank, timeout_s))
             except RuntimeError as error:
                 if rank > first:  # it connects to the other one, and knows why it cannot
                     reason = str(error).partition("\n")[0].rpartition("] ")[2].rstrip(".")
                     told = f"the host of rank {rank}, {socket.gethostname()}, cannot connect to that of rank {first} ({reason}). "
                     told += "A port is closed there, or its address is not one for others"
-                    store.compare_set(f"unreachable/{parity}", "", told)
-        meeting.hold(f"gloo's first connections, {parity}")
-        _refuse(store, f"unreachable/{parity}")
+                    store.compare_set(f"unreachable/{turn}", "", told)
+        meeting.hold(f"gloo's first connections, {turn}")
+        _refuse(store, f"unreachable/{turn}")
 
 
 def _refuse(store: dist.Store, key: str) -> None:
@@ -75,10 +72,13 @@ def _connected(store: dist.Store, first: int, rank: int, timeout_s: float) -> di
     """A group of `rank` and the other one of the ranks `first` and `first` + 1, over gloo.
 
     Raises:
-        RuntimeError: gloo cannot connect them within `timeout_s` seconds; it waits five times what it is given.
+        RuntimeError: the other one does not come within `timeout_s` seconds, or gloo cannot connect them within `CONNECT_S`.
     """
-    pair = dist.PrefixStore(f"pair/{first}/", store)
-    return dist.ProcessGroupGloo(pair, rank - first, 2, timedelta(seconds=timeout_s / 5))
+    pair, own = dist.PrefixStore(f"pair/{first}/", store), rank - first
+    pair.set(f"ready/{own}", "")
+    pair.wait([f"ready/{1 - own}"], timedelta(seconds=timeout_s))
+    # For a connection gloo waits five times what it is given, and for the other one's address in the store only once.
+    return dist.ProcessGroupGloo(pair, own, 2, timedelta(seconds=min(CONNECT_S, timeout_s) / 5))
 
 
 def _why_unreachable() -> str | None:
