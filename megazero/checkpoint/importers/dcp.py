@@ -1,7 +1,7 @@
 """Reads what torch.distributed.checkpoint has saved of any model, as FSDP2, DDP and torchtitan do.
 
     model.layers.0.weight                   before a parameter's own name there may be anything, or nothing
-    optim.state.layers.0.weight.exp_avg     as torch's `get_state_dict` and `get_optimizer_state_dict` name it; or "optimizer."
+    optim.state.layers.0.weight.exp_avg     as `get_state_dict` names it; or "optimizer.", "optimizer_0."
 
 An optimizer's own `state_dict` has numbers in place of names: of a folder with these, only the weights are read. So are they if
 the optimizer has kept anything but a step and tensors of the parameters' shapes.
@@ -25,8 +25,9 @@ from megazero.zero.bucket import MASTER
 
 logger = logging.getLogger(__name__)
 
-_STATE = re.compile(r"(.*\.)?optim(izer)?\.state\.(?P<parameter>.+)\.(?P<state>\w+)")
-_OF_OPTIMIZER = re.compile(r"(.*\.)?optim(izer)?\.(state|param_groups)\..*")
+_OPTIMIZER = r"(.*\.)?optim(izer)?(_\d+)?\."
+_STATE = re.compile(_OPTIMIZER + r"state\.(?P<parameter>.+)\.(?P<state>\w+)")
+_OF_OPTIMIZER = re.compile(_OPTIMIZER + r"(state|param_groups)\..*")
 _OF_MODEL = re.compile(r"(\w+\.)?model\.")
 _STEP = "step"
 

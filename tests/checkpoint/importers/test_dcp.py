@@ -155,10 +155,10 @@ def test_states_of_an_unknown_optimizer_are_kept_and_told(tmp_path, caplog):
     assert found.optimizer_type is None and "does not say which optimizer has the states exp_avg" in caplog.text
 
 
-def test_states_without_a_step_are_kept(tmp_path):
-    momentum = {
-        f"{start}a{end}": (torch.randn(3), {}) for start, end in (("", ""), ("optim.state.", ".momentum_buffer"))
-    }
+@pytest.mark.parametrize("optimizer", ["optim", "optimizer", "app.optimizer_0"])
+def test_states_without_a_step_are_kept(tmp_path, optimizer):
+    names = "a", f"{optimizer}.state.a.momentum_buffer"
+    momentum = {name: (torch.randn(3), {}) for name in names}
     write_torch_dist(tmp_path, momentum, {})
     found = read_dcp(tmp_path)
     assert found.optimizer_counters == {} and found.tensors["a"].kind == "trained"
