@@ -32,6 +32,7 @@ from megazero.children import children
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.launch import describe
 from megazero.metrics import MetricsWriter, plot_losses
+from megazero.model.gpt2 import GPT2Model
 from megazero.out_of_memory import tells_out_of_memory
 from megazero.reporting import metrics_writer, summary
 from megazero.stop_signal import StopSignal
@@ -1159,7 +1160,8 @@ def test_the_command_in_the_summary_can_be_pasted_whatever_the_folders_name(tmp_
     save.mkdir()
     (save / "latest").write_text("global_step5")
     config = load_config(["--save", str(save), "--no-tensorboard"], world_size=1)
-    job = SimpleNamespace(config=config, iteration=5, first_loss=None)
+    engine = SimpleNamespace(module=object.__new__(GPT2Model))
+    job = SimpleNamespace(config=config, iteration=5, first_loss=None, engine=engine)
     command = summary(job, MetricsWriter(None, None, 0), [0]).partition("generate text")[2].strip()
     assert shlex.split(command) == [f"LOAD={save}", "bash", "scripts/generate_text.sh"]
     monkeypatch.setattr("megazero.reporting.__file__", str(tmp_path / "site-packages/megazero/reporting.py"))
