@@ -29,6 +29,11 @@ class _Identity(NamedTuple):
     modified_ns: int
     changed_ns: int
 
+    @property
+    def version(self) -> tuple[int, int, int]:
+        """Of the content. Not the inode: some FUSE file systems number a file anew once the kernel has forgotten it."""
+        return self.nbytes, self.modified_ns, self.changed_ns
+
 
 # A pure cache: who writes to a file, or sets its times, changes the time of change, which no program can set back.
 _known: dict[_Identity, str] = {}
@@ -54,8 +59,7 @@ def describe_files(paths: Sequence[Path], threads: int | None = None) -> list[di
     new = [identity for identity in dict.fromkeys(before) if identity not in _known]
     hashes = _hashes(new, threads or available_cores()) if new else ()
     found = dict(zip(new, hashes, strict=True))
-    # Not by inodes: some FUSE file systems number a file anew when the kernel has forgotten it, for want of memory.
-    _check_same(paths, (each[3:] for each in before), (_identity(path)[3:] for path in paths))
+    _check_same(paths, (each.version for each in before), (_identity(path).version for path in paths))
     for identity, content in found.items():
         if shows_changes(identity.changed_ns):
             _known[identity] = content
