@@ -157,6 +157,15 @@ def together(action: Callable[[], Any] | None, group: ProcessGroup | None = None
     return result
 
 
+def differing_names(mine: dict[str, Any], group: ProcessGroup) -> list[str]:
+    """The names whose values are not the same on all ranks of `group`, or are missing on one; sorted, on every rank. Collective.
+
+    Args:
+        mine: this rank's values, which are hashable.
+    """
+    return sorted({name for theirs in all_gathered_objects(mine, group) for name, _ in theirs.items() ^ mine.items()})
+
+
 def refuse_differences(mine: dict[str, Any], advice: str) -> None:
     """Returns if all ranks bring the same values by the same names, and have one release of torch. Collective over the world.
 

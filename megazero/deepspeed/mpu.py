@@ -110,11 +110,9 @@ def _check_replicated(model: nn.Module, groups: ParallelGroups) -> None:
     mine = {name: _described(p) for name, p in model.named_parameters() if name not in cuts}
     saved = model.state_dict(keep_vars=True)
     mine |= {name: _described(buffer) for name, buffer in model.named_buffers() if buffer is saved.get(name)}
-    everyones = comm.all_gathered_objects(mine, groups.model)
-    differing = {name for theirs in everyones for name, _ in theirs.items() ^ mine.items()}
-    if differing:
+    if differing := comm.differing_names(mine, groups.model):
         raise DeepSpeedConfigError(
-            f"{', '.join(sorted(differing))}: not the same on the {groups.model_parallel_size} model-parallel ranks, and not "
+            f"{', '.join(differing)}: not the same on the {groups.model_parallel_size} model-parallel ranks, and not "
             "marked as parts of larger parameters. Set parameter.model_parallel = True and parameter.partition_dim on those that "
             "are; the others must start with the same values, so give model-parallel ranks one seed. Register buffers "
             "of a rank's own with persistent=False, and set them in the constructor."

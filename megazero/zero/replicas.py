@@ -45,11 +45,10 @@ class Replicas:
         if groups.model_parallel_size > 1:
             cuts, named = partitions(model), model.named_parameters()
             self._unseen = {name: p for name, p in named if name not in cuts and all(shape_of(p))}
-            mine = {name: tuple(shape_of(p)) for name, p in self._unseen.items()}
-            everyones = comm.all_gathered_objects(mine, groups.model)
-            if unlike := {name for theirs in everyones for name, _ in theirs.items() ^ mine.items()}:
+            shapes = {name: tuple(shape_of(p)) for name, p in self._unseen.items()}
+            if unlike := comm.differing_names(shapes, groups.model):
                 raise DeepSpeedConfigError(
-                    f"{', '.join(sorted(unlike))}: not marked as parts of larger parameters, but not of one shape on the "
+                    f"{', '.join(unlike)}: not marked as parts of larger parameters, but not of one shape on the "
                     f"{groups.model_parallel_size} model-parallel ranks, or missing on one. {_DECLARE}"
                 )
 
