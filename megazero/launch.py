@@ -11,9 +11,11 @@ import re
 import signal
 import socket
 import sys
+import threading
 import traceback
 from argparse import Namespace
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from tempfile import TemporaryDirectory
 from types import FrameType
 
@@ -51,6 +53,8 @@ from megazero.cgroups import available_cores  # noqa: E402
 
 if not _is_set:
     del os.environ[_LOG_LEVEL]
+
+_PATIENCE_S = 30.0  # in which the nodes of a job usually meet
 
 
 def describe(rank: int, failure: ProcessFailure, log_dir: str = "") -> str:
@@ -103,8 +107,8 @@ def run_ranks(args: Namespace) -> int:
     """
     # Without a port, newer versions of torchrun use 29500 on several nodes, and a free port of this host on one.
     meeting_point = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
-    has_one_node = run.parse_min_max_nnodes(args.nnodes)[1] == 1
-    if not args.standalone and (args.rdzv_endpoint or args.master_port or not has_one_node):
+    nodes = run.parse_min_max_nnodes(args.nnodes)[1]
+    if not args.standalone and (args.rdzv_endpoint or args.master_port or nodes > 1):
         print(f"the ranks meet at {meeting_point}", file=sys.stderr)
         _warn_of_unknown(re.sub(r":\d+$", "", meeting_point).strip("[]"))
     log_dir = args.log_dir if args.log_dir and args.redirects != "0" else ""
@@ -114,6 +118,8 @@ def run_ranks(args: Namespace) -> int:
                 # torchrun makes a directory anyway, and would leave it among the system's temporary files.
                 folder = TemporaryDirectory(prefix="megazero_", ignore_cleanup_errors=True)
                 args.log_dir = at_end.enter_context(folder)
+            if nodes > 1:
+                at_end.enter_context(_saying_that_it_waits(f"{nodes} nodes at {meeting_point}"))
             run.run(args)
     except ChildFailedError as error:
         rank, first = cause(error)
@@ -146,6 +152,24 @@ def _warn_of_unknown(host: str) -> None:
     except OSError as error:
         said = f"warning: this host does not know the name {host} ({error.strerror}), and waits until it does."
         print(f"{said} It should be that of the first host, in /etc/hosts or DNS.", file=sys.stderr)
+
+
+@contextmanager
+def _saying_that_it_waits(whom: str) -> Iterator[None]:
+    """Says after a while if this node has no ranks yet: torchrun waits for the other nodes without a word, for many minutes."""
+
+    def say() -> None:
+        if not children(os.getpid()):
+            said = f"this node has waited {_PATIENCE_S:g} s for the others of {whom}. Is each of them started, with this number"
+            print(f"{said} and this address, and with a number of its own, from 0 (NODE_RANK)?", file=sys.stderr)
+
+    timer = threading.Timer(_PATIENCE_S, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _is_in_agent(frame: FrameType) -> bool:

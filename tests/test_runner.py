@@ -808,6 +808,16 @@ def test_name_that_this_host_does_not_know_is_said_before_the_wait(monkeypatch, 
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("nodes", "ranks", "is_said"), [(2, [], True), (2, [17], False), (1, [], False)])
+def test_a_node_that_waits_for_others_says_so(monkeypatch, capsys, nodes, ranks, is_said):
+    monkeypatch.setattr(launch, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(launch, "children", lambda _: ranks)
+    monkeypatch.setattr(launch.run, "run", lambda _: time.sleep(1))
+    assert launch.run_ranks(launch.run.parse_args([f"--nnodes={nodes}", "--master-port=6000", "x.py"])) == 0
+    said = f"this node has waited 0.1 s for the others of {nodes} nodes at 127.0.0.1:6000. "
+    assert (said in capsys.readouterr().err) == is_said
+
+
 def test_port_that_is_taken_is_one_clear_line(folder):
     with socket.socket() as taken:
         taken.bind(("", 0))
