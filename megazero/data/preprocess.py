@@ -81,30 +81,64 @@ def tokenize_json(
         "max_line_bytes": options.max_line_bytes,
         "tokenizer_sha256": tokenizer.sha256,
     }
+
+    def make(partial: PartialShard) -> dict[str, Any]:
+        total = sum(path.stat().st_size for path in paths)
+        useful = replace(options, workers=useful_workers(paths, options.block_bytes, options.workers))
+        encoder = BlockEncoder(tokenizer, key, append_eod, surrogates)
+        fill_one(partial, encoder, useful, Progress("tokenizing", total, log_interval), blocks)
+        _check_documents(partial, key)
+        counts = partial.counts
+        return {
+            "lines": counts.lines,
+            "text_bytes": counts.text_bytes_in,
+            "bad_lines": counts.bad_lines,
+            "empty_documents": counts.dropped.get(NO_TEXT, 0),
+            "surrogates_replaced": counts.changed,
+            "first_errors": counts.errors,
+        }
+
+    sidecar, is_done = make_corpus(paths, prefix, tokenizer, source, make, describe)
+    if is_done:
+        check_strict(sidecar.statistics["first_errors"], options.strict, f"when {prefix} was made")
+    return sidecar
+
+
+def make_corpus(
+    paths: Sequence[Path],
+    prefix: Path,
+    tokenizer: Tokenizer,
+    source: dict[str, Any],
+    make: Callable[[PartialShard], dict[str, Any]],
+    describe: Callable[[Sequence[Path]], list[dict[str, Any]]] = describe_files,
+) -> tuple[Sidecar, bool]:
+    """Writes PREFIX.bin, PREFIX.idx and PREFIX.json once; what is recorded of them, and whether an earlier run has made them.
+
+    Args:
+        source: description of the run, of which `inputs` is what `describe` says of the paths; equal ones give equal tokens.
+        make: puts the tokens, in the dtype of the vocabulary, and the length of each document, int32, into a shard of two
+            outputs, commits it, and returns what was counted.
+    """
     journal = append_suffix(prefix, JOURNAL)
-    if not journal.exists() and (done := _finished(prefix, source, options.strict)) is not None:
-        return done
+    if not journal.exists() and (done := _finished(prefix, source)) is not None:
+        return done, True
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with locked(append_suffix(prefix, ".lock")), full_disk_named(f"{prefix}.*"):
         shard = Shard(tuple(paths), tuple(append_suffix(prefix, suffix) for suffix in (".bin", ".idx")), prefix)
-        if (done := _finished(prefix, source, options.strict)) is not None:
+        if (done := _finished(prefix, source)) is not None:
             give_up(shard)
-            return done
+            return done, True
         check_free(prefix)
         check_ours(shard.outputs, "--output-prefix", sidecar_path(prefix), journal)
         with closing(PartialShard(shard, key_of(source))) as partial:
-            total = sum(path.stat().st_size for path in paths)
-            useful = replace(options, workers=useful_workers(paths, options.block_bytes, options.workers))
-            encoder = BlockEncoder(tokenizer, key, append_eod, surrogates)
-            fill_one(partial, encoder, useful, Progress("tokenizing", total, log_interval), blocks)
-            _check_documents(partial, key)
+            statistics = make(partial)
             if describe(paths) != source["inputs"]:
                 partial.remove()  # nobody knows of which version it was made
                 raise ValueError(f"{', '.join(map(str, paths))}: changed while it was read. Start again.")
-            return _finish(partial, tokenizer, source)
+            return _finish(partial, tokenizer, source, statistics), False
 
 
-def _finished(prefix: Path, source: dict[str, Any], strict: bool) -> Sidecar | None:
+def _finished(prefix: Path, source: dict[str, Any]) -> Sidecar | None:
     try:
         sidecar = read_sidecar(prefix)
         if sidecar is None or sidecar.source != source:
@@ -115,7 +149,6 @@ def _finished(prefix: Path, source: dict[str, Any], strict: bool) -> Sidecar | N
     except ValueError as error:  # whose advice is to come here
         logger.warning("tokenizing again what is damaged: %s", error)
         return None
-    check_strict(sidecar.statistics["first_errors"], strict, f"when {prefix} was made")
     logger.info("%s is there already, from the same input and settings", prefix)
     return sidecar
 
@@ -136,32 +169,28 @@ def _check_documents(partial: PartialShard, key: str) -> None:
         )
 
 
-def _finish(partial: PartialShard, tokenizer: Tokenizer, source: dict[str, Any]) -> Sidecar:
+def _finish(partial: PartialShard, tokenizer: Tokenizer, source: dict[str, Any], statistics: dict[str, Any]) -> Sidecar:
     """Makes the files of the corpus, and returns their record."""
-    counts, dtype = partial.counts, token_dtype(tokenizer.vocab_size)
+    dtype = token_dtype(tokenizer.vocab_size)
     sidecar = Sidecar(
         tokenizer_type=tokenizer.name,
         tokenizer_sha256=tokenizer.sha256,
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,
-        documents=counts.kept,
+        documents=partial.sizes[1] // np.dtype("<i4").itemsize,
         tokens=partial.sizes[0] // dtype.itemsize,
         source=source,
-        statistics={
-            "lines": counts.lines,
-            "text_bytes": counts.text_bytes_in,
-            "bad_lines": counts.bad_lines,
-            "empty_documents": counts.dropped.get(NO_TEXT, 0),
-            "surrogates_replaced": counts.changed,
-            "first_errors": counts.errors,
-        },
+        statistics=statistics,
     )
-    publish_corpus(partial, dtype, [(_sizes(partial), None)], sidecar)
+    publish_corpus(partial, dtype, [(lengths_of(partial), None)], sidecar)
     partial.remove()  # where nothing maps it any more, as SMB shares require
     return sidecar
 
 
-def _sizes(partial: PartialShard) -> np.ndarray:
+def lengths_of(partial: PartialShard) -> np.ndarray:
+    """[documents] int32, in tokens, of those that are committed, mapped into memory."""
+    if not partial.sizes[1]:  # an empty file cannot be mapped
+        return np.empty(0, "<i4")
     with mapping(partial.paths[1]):
         return np.memmap(partial.paths[1], "<i4", "r").view(np.ndarray)
 

@@ -125,9 +125,14 @@ def fill(
 
 
 def fill_one(
-    shard: PartialShard, work: BlockWork, options: WorkOptions, progress: Progress, reader: BlockReader
+    shard: PartialShard,
+    work: BlockWork,
+    options: WorkOptions,
+    progress: Progress,
+    reader: BlockReader,
+    place: Place | None = None,
 ) -> None:
     """`fill` for a single shard: all that `work` makes of its inputs is in its files, committed, and these are closed."""
-    with closing(fill([shard], work, options, progress, reader=reader)) as filled:
+    with closing(fill([shard], work, options, progress, place=place, reader=reader)) as filled:
         next(filled)
         shard.commit()
