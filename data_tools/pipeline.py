@@ -161,7 +161,8 @@ def _matching(pattern: str) -> list[str]:
     if not glob.has_magic(pattern):
         return [pattern]
     _check_listed(pattern)
-    found = sorted(path for path in glob.glob(pattern, recursive=True) if not is_beside(Path(path)))
+    are_tokens = pattern.endswith(".bin")  # elsewhere a .bin is what lies beside documents
+    found = sorted(path for path in glob.glob(pattern, recursive=True) if are_tokens or not is_beside(Path(path)))
     if not found:
         raise ValueError(f"input {pattern}: no file matches")
     return found

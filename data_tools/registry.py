@@ -26,6 +26,7 @@ STEPS = {
     "split": "data_tools.split",
     "train_tokenizer": "data_tools.train_tokenizer",
     "tokenize": "data_tools.preprocess_data",
+    "import_tokens": "data_tools.import_tokens",
     "merge_datasets": "data_tools.merge_datasets",
     "inspect": "data_tools.inspect_dataset",
     "sample_corpus": "data_tools.make_sample_corpus",

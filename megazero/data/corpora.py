@@ -122,7 +122,8 @@ def _find(entry: str, flag: str) -> list[Corpus]:
         raise ValueError(
             f"{flag} {entry} is neither an indexed corpus (.bin/.idx) nor loose JSON ({', '.join(_JSON_SUFFIXES)}, also "
             f'{", ".join(COMPRESSED)}). Plain text is to be made JSON lines first, {{"text": ...}} for each document; tables of '
-            "documents (.parquet) are read by data_tools/preprocess_data.py."
+            "documents (.parquet) are read by data_tools/preprocess_data.py, tokens of other trainers (.npy, .parquet) by "
+            "python -m data_tools import_tokens."
         )
     raise FileNotFoundError(
         f"{flag} {entry}: found no {entry}.idx, no {entry}_text_document.idx and no file of that name. Give the prefix of a "

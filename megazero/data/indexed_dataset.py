@@ -219,4 +219,7 @@ def _missing(prefix: Path, path: Path) -> str:
         return (
             f"{path} is not there yet: an unfinished preprocessing run is. Start it again, it goes on where it stopped."
         )
-    return f"{path} is missing. A corpus is a .bin and an .idx of one prefix; data_tools/preprocess_data.py makes them."
+    return (
+        f"{path} is missing. A corpus is a .bin and an .idx of one prefix: data_tools/preprocess_data.py makes them of text, "
+        "python -m data_tools import_tokens of the tokens of other trainers (nanoGPT, llm.c)."
+    )

@@ -8,6 +8,7 @@ import pytest
 
 from data_tools.merge_datasets import find_prefixes
 from megazero.data.corpora import Corpus, find_corpora, is_json
+from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.sidecar import Sidecar, write_sidecar
 
 
@@ -118,6 +119,14 @@ def test_missing_and_foreign_files(folder):
         ValueError, match="t.txt is neither an indexed corpus .* nor loose JSON .*made JSON lines first"
     ):
         find_corpora(["t.txt"])
+    Path("tokens.npy").touch()
+    with pytest.raises(ValueError, match="tokens.npy is neither .*python -m data_tools import_tokens"):
+        find_corpora(["tokens.npy"])
+    Path("train.bin").touch()
+    with pytest.raises(
+        FileNotFoundError, match="train.idx is missing.*python -m data_tools import_tokens of .*nanoGPT, llm.c"
+    ):
+        IndexedDataset(find_corpora(["train.bin"])[0].path)
 
 
 def test_names_of_json():

@@ -97,7 +97,19 @@ def _copies(folder: Path) -> None:
     )
 
 
+def _tokens(folder: Path) -> None:
+    _vocabulary(folder)
+    np.tile(np.arange(270, dtype="<u2"), 30).tofile(folder / "train.bin")
+
+
 OTHER_STEPS = {
+    "import_tokens": Case(
+        ["--input", "train.bin", "--dtype", "uint16", "--output-prefix", "out", "--tokenizer-path", "v"],
+        ["out_text_document.bin", "out_text_document.idx"],
+        None,
+        "train.bin",
+        _tokens,
+    ),
     "merge_datasets": Case(
         ["--input", "a", "b", "--output-prefix", "out"], ["out.bin", "out.idx"], None, "a.bin", _corpora
     ),

@@ -254,6 +254,7 @@ OTHER_SETTINGS = {
     **dict.fromkeys(("dedup", "find_duplicates"), ("--similarity", 0.95)),
     "decontaminate": ("--ngram", 5),
     "tokenize": ("--append-eod",),
+    "import_tokens": ("--delimiter", 9),
     "train_tokenizer": ("--vocab-size", 390),
 }
 

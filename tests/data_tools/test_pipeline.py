@@ -287,6 +287,16 @@ def test_inputs_of_a_step_are_looked_for_when_it_starts(tmp_path, monkeypatch):
     assert {f"o[1]$x/s2/shuffled-0000{i}-of-00002.jsonl" for i in range(2)} < set(manifest["steps"][2]["flags"])
 
 
+def test_a_pattern_names_tokens_that_are_imported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_gpt2_vocabulary(tmp_path / "v")
+    for name in "ab":
+        Path(f"{name}.bin").write_bytes(bytes([ord(name), 0, 0, 0]))
+    flags = "input: '*.bin', output-prefix: c, dtype: uint16, tokenizer-path: v"
+    run_step("run", write_pipeline(tmp_path, f"folder: out\nsteps: [{{step: import_tokens, {flags}}}]"))
+    assert IndexedDataset(tmp_path / "out" / "c_text_document").get(1).tolist() == [ord("b"), 0]
+
+
 def test_a_key_that_no_utf8_text_can_hold_comes_into_the_manifest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"\\ud83d": 1}\n{"text": "hello"}\n')
