@@ -77,9 +77,8 @@ class Cutter:
     def __init__(self, partial: PartialShard, dtype: np.dtype, eod: int) -> None:
         self.dtype, self.eod = dtype, eod
         lengths = lengths_of(partial)
-        self._open = partial.sizes[0] // dtype.itemsize - int(
-            lengths.sum(dtype=np.int64)
-        )  # tokens of the last document so far
+        # Tokens of the last document so far.
+        self._open = partial.sizes[0] // dtype.itemsize - int(lengths.sum(dtype=np.int64))
 
     def __call__(self, _: list[int], frames: list[bytes]) -> list[bytes]:
         """What is appended to the tokens and to the lengths."""
