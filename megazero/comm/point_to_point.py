@@ -38,14 +38,15 @@ class PointToPointTransport:
         self._agree(describe("reduce_scatter", buffer, name))
         parts, inbox = buffer.view(self.size, -1), self._inbox.view(buffer.dtype)  # [size, n], [2, size, piece]
         spans = pieces(parts.size(1), inbox.size(2))
+        inboxes = [inbox[number % 2, :, : stop - start] for number, (start, stop) in enumerate(spans)]  # [size, piece]
         sends = [self._send(parts[rank, start:stop], rank) for start, stop in spans for rank in self._others]
-        following = self._receive_all(inbox[0], spans[0])
+        following = self._receive_all(inboxes[0])
         for number, (start, stop) in enumerate(spans):
             arriving = following
             if number + 1 < len(spans):
-                following = self._receive_all(inbox[(number + 1) % 2], spans[number + 1])
+                following = self._receive_all(inboxes[number + 1])
             self._wait(arriving)
-            terms = [inbox[number % 2, rank, : stop - start] for rank in range(self.size)]
+            terms = list(inboxes[number])
             terms[self.rank] = parts[self.rank, start:stop]
             sum_(terms, self.rank, self._scratch)
         self._wait(sends)
@@ -54,9 +55,7 @@ class PointToPointTransport:
         """Fills `buffer` with every rank's part of it."""
         self._agree(describe("all_gather", buffer, name))
         parts = buffer.view(self.size, -1)  # [size, n]
-        sends = [self._send(parts[self.rank], rank) for rank in self._others]
-        self._wait([self._receive(parts[rank], rank) for rank in self._others])
-        self._wait(sends)
+        self._exchange(parts[self.rank], parts)
 
     def close(self) -> None:
         """Does nothing: the group is the caller's."""
@@ -73,21 +72,22 @@ class PointToPointTransport:
         """Returns when every rank has come here with the same `what`: no data moves before that."""
         mine = torch.tensor(list(message(what).ljust(MESSAGE_BYTES, b"\0")), dtype=torch.uint8, device="cpu")
         theirs = torch.empty(self.size, MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
-        sends = [self._send(mine, rank) for rank in self._others]
-        self._wait([self._receive(theirs[rank], rank) for rank in self._others])
-        self._wait(sends)
+        self._exchange(mine, theirs)
         for rank in self._others:
             check(bytes(theirs[rank].tolist()).rstrip(b"\0"), what, self._ranks[rank])
+
+    def _exchange(self, own: Tensor, rows: Tensor) -> None:
+        """Sends `own` to every other rank, and returns when theirs are in their rows of `rows` [size, n]."""
+        sends = [self._send(own, rank) for rank in self._others]
+        self._wait(self._receive_all(rows))
+        self._wait(sends)
 
     def _send(self, part: Tensor, rank: int) -> dist.Work | None:
         return dist.isend(part, group=self._group, tag=self._tag, group_dst=rank)
 
-    def _receive(self, part: Tensor, rank: int) -> dist.Work | None:
-        return dist.irecv(part, group=self._group, tag=self._tag, group_src=rank)
-
-    def _receive_all(self, inbox: Tensor, span: tuple[int, int]) -> list[dist.Work | None]:
-        """Lets a piece of every other rank arrive in its row of `inbox` [size, piece]."""
-        return [self._receive(inbox[rank, : span[1] - span[0]], rank) for rank in self._others]
+    def _receive_all(self, rows: Tensor) -> list[dist.Work | None]:
+        """Lets what every other rank sends arrive in its row of `rows` [size, n]."""
+        return [dist.irecv(rows[rank], group=self._group, tag=self._tag, group_src=rank) for rank in self._others]
 
     def _wait(self, works: Iterable[dist.Work | None]) -> None:
         """Returns when `works` are done, which go through `self._others` in order, once or several times."""
