@@ -6,7 +6,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,6 +34,8 @@ class BackgroundUpdate:
         has_failed: `finish` may not be called again: it has raised, or was interrupted where it cannot go on.
     """
 
+    _stream: torch.cuda.Stream | None = None  # for the copies that it starts; None: the one that a thread has anyway
+
     def __init__(
         self,
         optimizer: BucketOptimizer,
@@ -57,14 +58,12 @@ class BackgroundUpdate:
     def _run(self, update: Update) -> None:
         try:
             torch.set_num_threads(self._num_threads)
-            with self._on_device():
+            # A new thread starts on the first CUDA device, and would page-lock memory there.
+            device = self._device if comm.has_streams(self._device) else -1
+            with torch.cuda.device(device), torch.cuda.stream(self._stream):
                 update.run()
         except BaseException as error:
             self._error = error
-
-    def _on_device(self) -> AbstractContextManager:
-        """A new thread starts on the first CUDA device, and would page-lock memory there."""
-        return torch.cuda.device(self._device if comm.has_streams(self._device) else -1)
 
     def _join(self) -> None:
         """Returns when the thread is over and its gradients are freed.
@@ -155,13 +154,6 @@ class OverlappedUpdate(BackgroundUpdate):
         super().__init__(optimizer, buckets, factor, done=self._tell)
         for bucket in buckets:
             bucket.is_updating = True
-
-    def _on_device(self) -> AbstractContextManager:
-        stack = ExitStack()
-        stack.enter_context(super()._on_device())
-        if self._stream is not None:
-            stack.enter_context(torch.cuda.stream(self._stream))
-        return stack
 
     def _run(self, update: Update) -> None:
         super()._run(update)
