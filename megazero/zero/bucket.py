@@ -251,7 +251,7 @@ class Bucket:
             is_all_written: the caller overwrites all of it, so it is returned uninitialized. Else it holds P's values, and the
                 host waits for them.
         """
-        staged = self.optimizer_home.empty(self.owned_numel, self.weights.flat.dtype)
+        staged = self.optimizer_home.memory.empty(self.owned_numel, self.weights.flat.dtype)
         if not is_all_written:
             with self.weights.owned() as owned:
                 staged.copy_(owned)

@@ -75,24 +75,17 @@ class Home(Protocol):
     link: Link | None
 
     @property
+    def memory(self) -> MemoryHome:
+        """The home itself, or one in memory beside it, for what does not rest here."""
+        ...
+
+    @property
     def nbytes(self) -> int:
         """Host memory that the home uses in addition to its vectors: buffers, and memory that vectors have returned."""
         ...
 
     def vector(self, numel: int, dtype: torch.dtype) -> Vector:
         """A new vector, uninitialized."""
-        ...
-
-    def bring(self, values: Tensor, room: int) -> Vector:
-        """A temporary vector in memory, of 1-D values on the link's device. They may still be on their way when this returns.
-
-        Args:
-            room: elements to take memory for, at least `values.numel()`. Memory in pieces of equal size is soon reused.
-        """
-        ...
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialized memory, 1-D, on this home's device. Pages that are locked for it stay so, and are used again."""
         ...
 
     def hold(self, values: Tensor, copy: bool = False) -> Vector:
@@ -180,6 +173,11 @@ class MemoryHome:
         self._pages = PagePool() if is_pinned else None
 
     @property
+    def memory(self) -> MemoryHome:
+        """See `Home.memory`."""
+        return self
+
+    @property
     def nbytes(self) -> int:
         """Pinned memory that no vector uses at the moment: gradients come back to it in every step."""
         return 0 if self._pages is None else self._pages.spare_nbytes
@@ -189,25 +187,21 @@ class MemoryHome:
         return MemoryVector(self.empty(numel, dtype), self.link)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See `Home.empty`."""
+        """Uninitialized memory, 1-D. Pages that are locked for it stay so, and are used again."""
         if self._pages is None:
             return torch.empty(numel, dtype=dtype, device=self.device)
         return self._pages.empty(numel * dtype.itemsize).view(dtype)
 
-    def bring(self, values: Tensor, room: int) -> MemoryVector:
-        """See `Home.bring`."""
-        assert self.link is not None
-        self.link.to_host.make_room()
-        vector = MemoryVector(self.empty(room, values.dtype)[: values.numel()], self.link)
-        vector.send(values)
-        return vector
+    def hold(self, values: Tensor, copy: bool = False, room: int | None = None) -> MemoryVector:
+        """A vector of the values' own memory if they lie here, else of a copy, which crosses a link while the device computes.
 
-    def hold(self, values: Tensor, copy: bool = False) -> MemoryVector:
-        """A vector of the values' own memory if they lie here, else of a copy, which crosses a link while the device computes."""
+        Args:
+            room: elements to take memory for beyond a link, if not `values.numel()`: memory of equal size is soon used again.
+        """
         values = values.detach()
         if self.link is not None and values.device == self.link.device:
             self.link.to_host.make_room()
-            vector = self.vector(values.numel(), values.dtype)
+            vector = MemoryVector(self.empty(room or values.numel(), values.dtype)[: values.numel()], self.link)
             vector.send(values.clone() if copy else values)
         elif values.device == self.device:
             vector = MemoryVector(values.clone() if copy else values, self.link)

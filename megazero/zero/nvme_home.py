@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megazero.nvme import PAGE, Region, SwapFile, Transfer, aligned_empty, padded
-from megazero.zero.home import MemoryHome, MemoryVector
+from megazero.zero.home import MemoryHome
 from megazero.zero.link import Link
 
 
@@ -54,7 +54,7 @@ class NvmeHome:
     ) -> None:
         self.swap, self.reads_ahead, self.writes_behind, self.pin = swap, reads_ahead, writes_behind, pin
         self.device, self.link = torch.device("cpu"), link
-        self._memory = MemoryHome(self.device, pin, link)  # for what goes to no file
+        self.memory = MemoryHome(self.device, pin, link)  # for what goes to no file
         self.buffer_nbytes = padded(max(1, buffer_nbytes))
         self._most, self._made = buffer_count, 0
         self._spare: deque[Tensor] = deque()  # buffers; the swap file's threads call `give_back`
@@ -64,14 +64,6 @@ class NvmeHome:
     def vector(self, numel: int, dtype: torch.dtype) -> SwappedVector:
         """A place in the file."""
         return SwappedVector(self, numel, dtype)
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """See `Home.empty`."""
-        return self._memory.empty(numel, dtype)
-
-    def bring(self, values: Tensor, room: int) -> MemoryVector:
-        """See `Home.bring`."""
-        return self._memory.bring(values, room)
 
     def hold(self, values: Tensor, copy: bool = False) -> SwappedVector:
         """A place in the file, with these values on their way to it."""
@@ -116,8 +108,8 @@ class NvmeHome:
 
     @property
     def nbytes(self) -> int:
-        """Host memory of the buffers, and pinned memory of `bring` that no vector uses at the moment."""
-        return self._made * self.buffer_nbytes + self._memory.nbytes
+        """Host memory of the buffers, and pinned memory of `memory` that no vector uses at the moment."""
+        return self._made * self.buffer_nbytes + self.memory.nbytes
 
     def take(self, nbytes: int) -> Tensor:
         """A buffer of at least `nbytes`, uint8; waits for older writes if all buffers are in use."""

@@ -97,7 +97,7 @@ class Update:
             # Only when stepping tile by tile: else the pages of all tiles would be taken at once, and kept.
             if self._steps_apart and gradient.link is not home.link:
                 with gradient.at_hand(start, stop) as owned:
-                    self._brought[tile] = home.bring(owned, bucket.tile_numel)
+                    self._brought[tile] = home.memory.hold(owned, room=bucket.tile_numel)
 
     def _gradient(self, tile: Tile) -> AbstractContextManager[Tensor]:
         """The tile's gradient at hand; ask for it only once."""
