@@ -12,11 +12,9 @@ class Meter(Protocol):
 
     def used_bytes(self) -> int:
         """Most bytes in use on the device since the last call, counting everything that this process holds there."""
-        ...
 
     def free_bytes(self) -> int:
         """Bytes that could still be allocated now."""
-        ...
 
 
 @dataclass(frozen=True)

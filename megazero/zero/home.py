@@ -35,16 +35,13 @@ class Vector(Protocol):
     @property
     def resident(self) -> Tensor | None:
         """All of the vector if it rests in memory, else None."""
-        ...
 
     @property
     def is_here(self) -> bool:
         """Whether `at_hand` would return all of it without waiting."""
-        ...
 
     def prefetch(self, start: int = 0, stop: int | None = None) -> None:
         """Announces that this part will be asked for soon."""
-        ...
 
     def at_hand(
         self, start: int = 0, stop: int | None = None, *, reads: bool = True, writes: bool = False
@@ -56,11 +53,9 @@ class Vector(Protocol):
             writes: keeps the values that the tensor has at the end of the block. If False, a change may or may not be lost,
                 depending on the home.
         """
-        ...
 
     def free(self) -> None:
         """Returns the memory, or the place in the file."""
-        ...
 
 
 class Home(Protocol):
@@ -77,16 +72,13 @@ class Home(Protocol):
     @property
     def memory(self) -> MemoryHome:
         """The home itself, or one in memory beside it, for what does not rest here."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Host memory that the home uses in addition to its vectors: buffers, and memory that vectors have returned."""
-        ...
 
     def vector(self, numel: int, dtype: torch.dtype) -> Vector:
         """A new vector, uninitialized."""
-        ...
 
     def hold(self, values: Tensor, copy: bool = False) -> Vector:
         """A vector of these 1-D values, which may still be on their way to it when this returns.
@@ -94,7 +86,6 @@ class Home(Protocol):
         Args:
             copy: the caller will write to `values`. If False, and `values` lie in the home's memory, the vector is that memory.
         """
-        ...
 
     def flush(self) -> None:
         """Returns when everything that was written has arrived.
@@ -102,7 +93,6 @@ class Home(Protocol):
         Raises:
             OSError: a write has failed.
         """
-        ...
 
 
 class MemoryVector:
