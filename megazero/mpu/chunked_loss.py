@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from megazero.comm import ProcessGroup
-from megazero.mpu.cross_entropy import max_and_sum, over_ranks, write_gradient
+from megazero.mpu.cross_entropy import max_and_sum, over_ranks, own_columns, write_gradient
 from megazero.mpu.groups import group_or_default
 from megazero.mpu.mappings import copy_to_model_parallel_region
 from megazero.mpu.sequence_mappings import gather_from_sequence_parallel_region
-from megazero.mpu.utils import as_autocast, check_token_ids, once_differentiable
+from megazero.mpu.utils import as_autocast, once_differentiable
 
 
 def chunked_vocab_parallel_loss(
@@ -81,20 +81,12 @@ def chunked_vocab_parallel_loss(
             f"chunked_vocab_parallel_loss: x {list(x.shape)}, weight {list(weight.shape)} and targets {list(targets.shape)} do "
             "not fit. They are [..., h], [vocabulary rows of this rank, h] and [...]."
         )
-    rows = weight.size(0) * group.size()
-    if vocab_size is None:
-        vocab_size = rows
-    if vocab_size > rows:
-        raise ValueError(
-            f"chunked_vocab_parallel_loss: vocab_size={vocab_size} but {group.size()} ranks x {weight.size(0)} rows make {rows}. "
-            "Pad the vocabulary of the output layer upwards."
-        )
-    check_token_ids(targets, vocab_size)
+    columns = own_columns("chunked_vocab_parallel_loss", targets, vocab_size, weight.size(0), "rows", group)
     if not sequence_parallel:
         x = copy_to_model_parallel_region(x, group)
     count, positions = targets.numel(), targets.size(0) if targets.dim() else 1
     token_chunk = count if sequence_chunk_size is None else sequence_chunk_size * (count // max(positions, 1))
-    return _ChunkedLoss.apply(x, weight, targets, group, vocab_size, chunk_size or weight.size(0), max(token_chunk, 1))
+    return _ChunkedLoss.apply(x, weight, targets, group, columns, chunk_size or weight.size(0), max(token_chunk, 1))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -105,13 +97,12 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         group: ProcessGroup,
-        vocab_size: int,
+        columns: int,
         chunk_size: int,
         token_chunk: int,
     ) -> Tensor:
         first = group.rank() * weight.size(0)  # id of this rank's first row
-        ctx.columns = min(max(vocab_size - first, 0), weight.size(0))  # without padding
-        ctx.chunk_size, ctx.token_chunk = chunk_size, token_chunk
+        ctx.columns, ctx.chunk_size, ctx.token_chunk = columns, chunk_size, token_chunk
         rows = x.reshape(-1, x.size(-1))  # [tokens, h]
         # [tokens] column of the target; outside of [0, columns) on another rank
         ids = targets.reshape(-1).long() - first

@@ -59,23 +59,32 @@ def vocab_parallel_cross_entropy(
         )
     if not logits.is_floating_point():
         raise ValueError(f"vocab_parallel_cross_entropy: logits are {logits.dtype}, and must be of a float dtype.")
-    columns = logits.size(-1) * group.size()
+    columns = own_columns("vocab_parallel_cross_entropy", targets, vocab_size, logits.size(-1), "columns", group)
+    return _VocabParallelCrossEntropy.apply(logits, targets, group, columns)
+
+
+def own_columns(what: str, targets: Tensor, vocab_size: int | None, held: int, unit: str, group: ProcessGroup) -> int:
+    """How many of the `held` columns of the logits on this rank, called `unit` in messages, are no padding.
+
+    Raises:
+        ValueError: as in `vocab_parallel_cross_entropy`, of the vocabulary and the targets.
+    """
+    total = held * group.size()
     if vocab_size is None:
-        vocab_size = columns
-    if vocab_size > columns:
+        vocab_size = total
+    if vocab_size > total:
         raise ValueError(
-            f"vocab_parallel_cross_entropy: vocab_size={vocab_size} but {group.size()} ranks x {logits.size(-1)} columns "
-            f"make {columns}. Pad the vocabulary of the output layer upwards."
+            f"{what}: vocab_size={vocab_size} but {group.size()} ranks x {held} {unit} make {total}. Pad the vocabulary of the "
+            "output layer upwards."
         )
     check_token_ids(targets, vocab_size)
-    return _VocabParallelCrossEntropy.apply(logits, targets, group, vocab_size)
+    return min(max(vocab_size - group.rank() * held, 0), held)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup, vocab_size: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup, columns: int) -> Tensor:
         first = group.rank() * logits.size(-1)  # id of this rank's first column
-        columns = min(max(vocab_size - first, 0), logits.size(-1))  # without padding
         rows = logits.reshape(-1, logits.size(-1))  # [tokens, v/t]
         ids = targets.reshape(-1, 1).long()  # [tokens, 1]; in 8 or 16 bits the arithmetic below would overflow
         is_own = (ids >= first) & (ids < first + columns)
