@@ -85,7 +85,7 @@ class ActivationCheckpointer:
         if not torch.is_grad_enabled():
             refuse_graph(args, kwargs)
             return function(*args, **kwargs)
-        call = Call(function, args, kwargs, self.storage, None if is_sharded else self._channel_now())
+        call = Call(function, args, kwargs, self.storage, None if is_sharded else self.connect())
         call.refuse_hidden()
         # Inputs may all be without gradient (token ids) while parameters are not: then an anchor makes autograd record the call.
         anchor = None if any(call.needs_grad) else torch.empty(0, requires_grad=True)
@@ -100,7 +100,7 @@ class ActivationCheckpointer:
         if not torch.is_grad_enabled():
             refuse_graph(args, kwargs)
             return function(*args, **kwargs)
-        call = Call(function, args, kwargs, self.storage, self._channel_now())
+        call = Call(function, args, kwargs, self.storage, self.connect())
         originals = [call.take_tensors()]
         held = [(x.detach(), x._version) for x in call.held(originals[0])]
         errors: list[BaseException] = []
@@ -135,10 +135,11 @@ class ActivationCheckpointer:
         if self._storage is not None:
             self._storage.reset()
 
-    def _channel_now(self) -> Channel | None:
+    def connect(self) -> Channel | None:
         """Connects the ranks that inputs are cut over, None where they are not. Collective in the first call for a group.
 
-        The group is looked up in every call: groups may have been made again with another size.
+        On NCCL over the world (see `comm.Channel`), whose ranks need not come to their first forward at the same time: the engine
+        calls it before. The group is looked up in every call: groups may have been made again with another size.
         """
         if not self.settings.partition_activations or (self.mpu is None and not model_parallel_is_initialized()):
             return None
@@ -148,13 +149,6 @@ class ActivationCheckpointer:
         if self._channel is None or self._channel.group is not group:
             self._channel = Channel(group)
         return self._channel
-
-    def connect(self) -> None:
-        """Opens now what the first checkpointed call would open, if inputs are cut. Collective over the group.
-
-        On NCCL over the world (see `comm.Channel`), whose ranks need not come to their first forward at the same time.
-        """
-        self._channel_now()
 
     @contextmanager
     def measured(self, name: str) -> Iterator[None]:
