@@ -55,16 +55,14 @@ class ReleasedParameter(nn.Parameter):
         tensors = [*args, *(kwargs or {}).values()]
         flat = [x for item in tensors for x in (item if isinstance(item, (list, tuple)) else [item])]
         target = next((x for x in flat if isinstance(x, cls)), None)
+        if func in _GEOMETRY and target is not None and _is_told(func, target):
+            return func(torch.empty(target.ds_shape, device="meta"), *args[1:], **(kwargs or {}))
         if writers and target is not None and _record(target):
-            if func in _GEOMETRY:
-                return func(torch.empty(target.ds_shape, device="meta"), *args[1:], **(kwargs or {}))
             may_have_graph = torch.is_grad_enabled() and func not in _WITHOUT_GRAPH  # graphs keep what is released
             if func not in _QUESTIONS and (_is_in_place(func, flat[0], target) or not may_have_graph):
                 return _written(target, func, args, kwargs or {})
         if func in _MOVES and target is not None and _stays(func, args, kwargs or {}, target):
             return target
-        if func in _GEOMETRY and target is not None and _is_told(func, target):
-            return func(torch.empty(target.ds_shape, device="meta"), *args[1:], **(kwargs or {}))
         if func in _QUESTIONS:
             with asked_directly():
                 return func(*args, **(kwargs or {}))
@@ -245,7 +243,7 @@ def _is_in_forward(parameter: nn.Parameter) -> bool:
 
 def _is_told(func: Callable, parameter: nn.Parameter) -> bool:
     """Whether this question about the shape is answered with the full one."""
-    return _is_in_forward(parameter) or (func in _DIMENSIONS and _record(parameter) is not None)
+    return _is_in_forward(parameter) or ((bool(writers) or func in _DIMENSIONS) and _record(parameter) is not None)
 
 
 def _gather_for_reading(parameter: nn.Parameter) -> bool:
