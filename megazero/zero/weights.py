@@ -284,8 +284,7 @@ class Weights:
         """Makes `shard`, which has the same values, this rank's shard. The one so far is freed."""
         assert self.shard is not None, "P is whole"
         self.settle()
-        if self.shard is not shard:
-            self.shard.free()
+        self.shard.free()
         self.shard, self.is_offloaded = shard, is_offloaded
 
     # ---- in-place writes of the user into whole parameters
