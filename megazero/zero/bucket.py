@@ -468,11 +468,10 @@ class Bucket:
         seen: set[int] = set()
         held = dict.fromkeys(states, 0)
         for key, tensors in states.items():
-            for tensor in (tensor for tensor in tensors if tensor is not None):
-                storage = tensor.untyped_storage()
-                if storage.nbytes() and storage_id(tensor) not in seen:
+            for tensor in tensors:
+                if tensor is not None and storage_id(tensor) not in seen:
                     seen.add(storage_id(tensor))
-                    held[key] += storage.nbytes()
+                    held[key] += tensor.untyped_storage().nbytes()
         away = [
             ("P", weights.is_offloaded),
             ("G", self.is_offloaded and self.sharding.gradients),
