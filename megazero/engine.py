@@ -699,11 +699,7 @@ def _connect(model: nn.Module) -> None:
     """
     activation_checkpointing.default.connect()
     for module in model.modules():
-        if (
-            isinstance(module, ParallelModule)
-            and getattr(module, "sequence_parallel", False)
-            and module.group.size() > 1
-        ):
+        if isinstance(module, ParallelModule) and module.sequence_parallel and module.group.size() > 1:
             sequence_channel(module.group)
         own = getattr(module, "checkpointer", None)
         if isinstance(own, activation_checkpointing.ActivationCheckpointer):

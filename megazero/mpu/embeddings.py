@@ -77,11 +77,10 @@ class VocabParallelEmbedding(ParallelModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(group)
+        super().__init__(group, sequence_parallel)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.sparse_grad = sparse_grad
-        self.sequence_parallel = sequence_parallel
         rows = num_embeddings if padded_num_embeddings is None else padded_num_embeddings
         if rows < num_embeddings:
             raise ValueError(

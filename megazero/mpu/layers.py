@@ -74,13 +74,12 @@ class ColumnParallelLinear(ParallelModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(group)
+        super().__init__(group, sequence_parallel)
         if sequence_parallel and gather_output:
             raise ValueError(
                 "ColumnParallelLinear: sequence_parallel=True gathers the sequence and leaves the output cut over the ranks, and "
                 "gather_output=True gathers that too. Pass gather_output=False, or sequence_parallel=False."
             )
-        self.sequence_parallel = sequence_parallel
         self.input_size = input_size
         self.output_size = output_size
         self.gather_output = gather_output
@@ -171,13 +170,12 @@ class RowParallelLinear(ParallelModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(group)
+        super().__init__(group, sequence_parallel)
         if sequence_parallel and not input_is_parallel:
             raise ValueError(
                 "RowParallelLinear: sequence_parallel=True slices the sequence of the output, so its input must be cut over the "
                 "ranks by features: pass input_is_parallel=True, or sequence_parallel=False."
             )
-        self.sequence_parallel = sequence_parallel
         self.input_size = input_size
         self.output_size = output_size
         self.input_is_parallel = input_is_parallel

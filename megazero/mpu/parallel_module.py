@@ -18,6 +18,7 @@ class ParallelModule(nn.Module):
 
     Attributes:
         group: the ranks that hold the other shards.
+        sequence_parallel: whether what it takes, or what it returns, is a slice of the sequence on each of them.
         partitions: the cut of each sharded parameter, by its name in this module.
         master_weight: the full fp32 weight as drawn, where it was asked for; else None.
         is_tile: of a linear layer: `forward` communicates nothing and returns `(product, bias)`; whoever calls it calls `enter`
@@ -26,9 +27,9 @@ class ParallelModule(nn.Module):
 
     weight: nn.Parameter
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(self, group: ProcessGroup | None, sequence_parallel: bool = False) -> None:
         super().__init__()
-        self.group = group_or_default(group)
+        self.group, self.sequence_parallel = group_or_default(group), sequence_parallel
         self.partitions: dict[str, Partition] = {}
         self.master_weight: Tensor | None = None
         self.is_tile = False
