@@ -259,12 +259,11 @@ class Bucket:
 
     def write_staged(self, staged: Tensor) -> None:
         """Writes the new weights in `staging` into P; `publish` comes afterwards. The host does not wait for a link."""
-        if (link := self._link_to_p) is None:
+        if (across := self._p_across) is None:
             for _, start, stop in self.tiles:
                 self.write_back(start, stop, staged[start:stop])
             return
-        p = self.weights.resident
-        assert p is not None, "P without a link is in memory"
+        p, link = across
         link.to_device.start(partial(p.copy_, staged, non_blocking=True), on_device=[p], on_host=[staged]).join()
 
     def weights_on_host(self, start: int, stop: int, parts: Sequence[slice]) -> AbstractContextManager[Tensor] | None:
@@ -274,25 +273,24 @@ class Bucket:
         `publish` after the last write.
         """
         p = self.weights.resident
-        is_on_host = self._link_to_p is not None or (p is not None and p.device.type == "cpu")
+        is_on_host = self._p_across is not None or (p is not None and p.device.type == "cpu")
         return self._p_to_write(start, stop, parts) if self.has_16_bits_beside and is_on_host else None
 
     def _p_to_write(
         self, start: int, stop: int, parts: Sequence[slice] = (slice(None),)
     ) -> AbstractContextManager[Tensor]:
         """Elements [start, stop) of the owned range of P, to be written; if they cross a link, only `parts` of them are sent."""
-        if (link := self._link_to_p) is None:
+        if (across := self._p_across) is None:
             return self.weights.owned(start, stop, reads=False, writes=True)
-        p = self.weights.resident
-        assert p is not None, "P without a link is in memory"
+        p, link = across
         return link.outbox.fill(p[start:stop], parts)
 
     @property
-    def _link_to_p(self) -> Link | None:
-        """The link between O and P, if P lies on the device and O does not."""
-        shard = self.weights.shard
+    def _p_across(self) -> tuple[Tensor, Link] | None:
+        """The owned range of P on the device, and the link to it from O, if O does not lie there."""
+        p, shard, link = self.weights.resident, self.weights.shard, self.optimizer_home.link
         is_away = shard is not None and shard.link is not None
-        return None if is_away else self.optimizer_home.link
+        return None if p is None or link is None or is_away else (p, link)
 
     def await_update(self) -> None:
         """Before anything uses P: if an update goes on that the model is to compute with, waits for it, and publishes."""
