@@ -67,7 +67,6 @@ class Call:
         """
         for x in self._arguments.others():
             if any(tensor.grad_fn is not None for tensor in tensors_in(x)):
-                self.drop()
                 raise ValueError(
                     f"checkpoint: an argument is a {type(x).__name__} that holds a tensor which needs a gradient. Pass that "
                     "tensor by itself, in a list, tuple or dict, or use non_reentrant_checkpoint."

@@ -72,35 +72,40 @@ class ActivationCheckpointer:
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As `megazero.activation_checkpointing.checkpoint`, in this checkpointer's way."""
-        return self._checkpoint(function, args, kwargs, is_sharded=False)
+        return self._checkpoint(self._reentrant, False, function, *args, **kwargs)
 
     def checkpoint_sharded(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As `checkpoint`, of arguments that are parts already, different ones on each model-parallel rank.
 
         A slice of a sequence, or the heads of one rank: whatever partition_activations says, they are kept as they are.
         """
-        return self._checkpoint(function, args, kwargs, is_sharded=True)
+        return self._checkpoint(self._reentrant, True, function, *args, **kwargs)
 
-    def _checkpoint(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], is_sharded: bool) -> Any:
+    def non_reentrant_checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As `megazero.activation_checkpointing.non_reentrant_checkpoint`, in this checkpointer's way."""
+        return self._checkpoint(self._non_reentrant, False, function, *args, **kwargs)
+
+    def _checkpoint(
+        self, run: Callable[[Call], Any], is_sharded: bool, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """What `run` makes of the call; just the function's result where no backward follows."""
         if not torch.is_grad_enabled():
             refuse_graph(args, kwargs)
             return function(*args, **kwargs)
         call = Call(function, args, kwargs, self.storage, None if is_sharded else self.connect())
-        call.refuse_hidden()
-        # Inputs may all be without gradient (token ids) while parameters are not: then an anchor makes autograd record the call.
-        anchor = None if any(call.needs_grad) else torch.empty(0, requires_grad=True)
         try:
-            return call.with_outputs(_Checkpoint.apply(self, call, anchor, *call.take_tensors()))
+            return run(call)
         except BaseException:
             call.drop()  # the error's traceback may hold on to the call
             raise
 
-    def non_reentrant_checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As `megazero.activation_checkpointing.non_reentrant_checkpoint`, in this checkpointer's way."""
-        if not torch.is_grad_enabled():
-            refuse_graph(args, kwargs)
-            return function(*args, **kwargs)
-        call = Call(function, args, kwargs, self.storage, self.connect())
+    def _reentrant(self, call: Call) -> Any:
+        call.refuse_hidden()
+        # Inputs may all be without gradient (token ids) while parameters are not: then an anchor makes autograd record the call.
+        anchor = None if any(call.needs_grad) else torch.empty(0, requires_grad=True)
+        return call.with_outputs(_Checkpoint.apply(self, call, anchor, *call.take_tensors()))
+
+    def _non_reentrant(self, call: Call) -> Any:
         originals = [call.take_tensors()]
         held = [(x.detach(), x._version) for x in call.held(originals[0])]
         errors: list[BaseException] = []
@@ -120,15 +125,11 @@ class ActivationCheckpointer:
             with self.measured("checkpoint backward"):
                 return call.run_again(call.tensors_again([x for x, _ in held]))
 
-        try:
-            # Random streams and autocast are the call's own business, as the tracker's streams are none of torch's.
-            outputs = torch.utils.checkpoint.checkpoint(run, use_reentrant=False, preserve_rng_state=False)
-            if errors:
-                raise errors.pop()
-            return outputs
-        except BaseException:
-            call.drop()
-            raise
+        # Random streams and autocast are the call's own business, as the tracker's streams are none of torch's.
+        outputs = torch.utils.checkpoint.checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+        if errors:
+            raise errors.pop()
+        return outputs
 
     def reset(self) -> None:
         """Gives up the storage of contiguous checkpoints, once what lies in it is gone; the next call takes a new one."""
