@@ -271,7 +271,7 @@ def evaluate(job: Job, dataset: Any) -> float | None:
     flags = job.config.training
     iterator = batches(job, dataset, "evaluation", job.config.eval_batch_size)
     # In fp64: a sum of 100,000 losses in fp32 is off in the fifth digit.
-    total, tokens, is_stopped = torch.zeros((), dtype=torch.float64, device=job.device), 0, False
+    total, tokens = torch.zeros((), dtype=torch.float64, device=job.device), 0
     with _evaluating(job):
         for _ in range(flags.eval_iters):
             asked = _ask_to_stop(job)
@@ -281,10 +281,8 @@ def evaluate(job: Job, dataset: Any) -> float | None:
                 batch, (count,) = take_counted(job, iterator, 1)
                 total += job.forward_step(job, batch).double() * count
                 tokens += count
-            if is_stopped := bool(asked.read()):
-                break
-    if is_stopped:
-        return None
+            if asked.read():
+                return None
     if job.count_tokens is not None:  # tensor-parallel ranks other than the first have counted nothing
         sums = torch.stack([total, torch.full_like(total, tokens)])
         loss, counted = comm.all_reduced(sums, comm.world()).tolist()
