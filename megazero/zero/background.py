@@ -6,6 +6,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,8 @@ class BackgroundUpdate:
             torch.set_num_threads(self._num_threads)
             # A new thread starts on the first CUDA device, and would page-lock memory there.
             device = self._device if comm.has_streams(self._device) else -1
-            with torch.cuda.device(device), torch.cuda.stream(self._stream):
+            stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+            with torch.cuda.device(device), stream:
                 update.run()
         except BaseException as error:
             self._error = error
