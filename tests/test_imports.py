@@ -13,13 +13,12 @@ ROOT = Path(__file__).parent.parent
 
 # Lowest first. Packages and modules of one level do not import each other.
 LEVELS = [
-    {"cgroups", "children", "logging", "missing_names"},
+    {"cgroups", "children", "files", "logging", "missing_names"},
     {
         "option",
         "nested",
         "json_source",
         "comm",
-        "files",
         "foreign_flags",
         "launch",
         "nvme",

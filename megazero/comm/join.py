@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megazero.comm.reach import refuse_unreachable
 from megazero.comm.world import OtherRankError, barrier, local_device
+from megazero.files import allow_many_files
 
 UNLOCKED_S = 0.02  # on a busy machine a thread that waits for the interpreter's lock does not run at once
 
@@ -58,6 +59,7 @@ def init_distributed(
     has_cuda = torch.cuda.is_available()
     if has_cuda:
         _grow_segments()
+    allow_many_files()  # over gloo each group has a connection with every rank, and links have several
     _settle_at_exit()
     if dist.is_initialized() or dist_init_required is False:
         _take_device_of_joined()

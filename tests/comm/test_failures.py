@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import threading
 import time
@@ -368,6 +369,19 @@ def test_all_ranks_go_point_to_point_if_one_cannot_map_its_peers(step):
     (transport, messages), other = run_ranks(2, unmappable_case, step)
     assert messages == ["no shared memory between the ranks of this host: rank 1 failed with OSError: no memory"]
     assert transport == "point to point" and other == (transport, [])
+
+
+def few_files_case():
+    """The limit leaves room for some connections, as 1024 does for 200 ranks on one host."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard))
+    comm.init_distributed()
+    return comm.Channel(dist.group.WORLD).transport
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's /proc")
+def test_many_ranks_of_a_host_may_open_a_file_for_each_link():
+    assert run_ranks(6, few_files_case) == ["shared memory"] * 6
 
 
 def test_ranks_of_several_hosts_go_point_to_point():
