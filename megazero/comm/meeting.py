@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import zip_longest
@@ -62,11 +63,14 @@ class Meeting:
             RuntimeError: on every rank: some ranks did not come; or a rank's lines differ from those of the first rank. The
                 message names the first difference.
         """
+        text = "\n".join(lines)  # kilobytes, which a single process would have to send to every rank
+        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         if self._rank == 0:
-            self._store.set(f"{what}/lines", "\n".join(lines))
+            self._store.set(f"{what}/lines", text)
+            self._store.set(f"{what}/digest", digest)
         self.hold(f"{what}, listed")
-        theirs = self._store.get(f"{what}/lines").decode().splitlines()
-        if theirs != lines:
+        if self._store.get(f"{what}/digest").decode() != digest:
+            theirs = self._store.get(f"{what}/lines").decode().splitlines()
             pairs = enumerate(zip_longest(theirs, lines, fillvalue="nothing more"), start=1)
             number, (expected, found) = next((n, pair) for n, pair in pairs if pair[0] != pair[1])
             self._store.set(
@@ -80,6 +84,7 @@ class Meeting:
             raise RuntimeError(self._store.get(f"{what}/difference").decode())
         if self._rank == 0:
             self._store.delete_key(f"{what}/lines")
+            self._store.delete_key(f"{what}/digest")
 
     def _wait(self, place: str, here: str) -> None:
         try:

@@ -12,6 +12,7 @@ import threading
 import time
 from datetime import timedelta
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -211,6 +212,16 @@ def test_a_meeting_asks_the_store_equally_much_whatever_the_number_of_ranks(size
         on_threads([partial(meeting.hold, f"meeting {number}") for meeting in meetings])
     assert max(store.questions for store in stores) <= 3 * 12
     assert shared.num_keys() == 2 * size + 3, "the last meeting's, and each rank's count"
+
+
+def test_collectives_that_all_ranks_have_alike_are_not_read_from_the_store_by_any():
+    shared, lines = dist.HashStore(), [f"all_gather of block {number}" for number in range(1000)]
+    stores = [Mock(wraps=shared) for _ in range(4)]
+    meetings = [Meeting(store, list(range(4)), rank, 10.0) for rank, store in enumerate(stores)]
+    on_threads([partial(meeting.compare, "the first step", lines) for meeting in meetings])
+    asked = {call.args[0] for store in stores for call in store.get.call_args_list}
+    assert "the first step/digest" in asked and "the first step/lines" not in asked
+    assert not shared.check(["the first step/lines"]) and not shared.check(["the first step/digest"])
 
 
 def test_many_ranks_that_wait_in_vain_ask_the_store_little_and_say_little():
