@@ -214,6 +214,26 @@ def test_a_group_that_does_not_serve_the_device_is_refused():
     run_ranks(2, unserved_case)
 
 
+def objects_case():
+    rank, size, told = dist.get_rank(), dist.get_world_size(), []
+    gather = dist.all_gather_object
+    dist.all_gather_object = lambda out, value, group: told.append(value) or gather(out, value, group=group)
+    odd = dist.new_group([1, 2, 3])
+    assert comm.all_gathered_objects(("alike", 1.5, None)) == [("alike", 1.5, None)] * size and not told
+    one_differs = [0] * (size - 1) + [1]
+    assert comm.all_gathered_objects(one_differs[rank]) == one_differs and told.pop() == one_differs[rank]
+    assert comm.all_gathered_objects(rank) == list(range(size)) and told.pop() == rank
+    if rank in (1, 2, 3):
+        assert comm.all_gathered_objects(rank > 0, odd) == [True] * 3 and not told
+        assert comm.all_gathered_objects(str(rank), odd) == ["1", "2", "3"]
+    assert comm.largest_of_each([rank, -rank, -1 << 62, rank == 1]) == [size - 1, 0, -1 << 62, 1]
+
+
+@pytest.mark.parametrize("size", [4, 6])
+def test_objects_that_all_ranks_have_alike_are_not_sent_however_many_ranks_there_are(size):
+    run_ranks(size, objects_case)
+
+
 def sockets():
     paths = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
     return sum(os.path.islink(path) and os.readlink(path).startswith("socket:") for path in paths)
