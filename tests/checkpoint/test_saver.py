@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ from megazero import comm, mpu
 from megazero.checkpoint import saver, tensor_file, writer
 from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.tags import latest_tag, list_tags
+from megazero.engine import Engine, weight_decay_groups
+from megazero.zero import ZeroConfig
 from tests.bad_disks import largest_file
-from tests.checkpoint.engines import make_engine, train, write_one
+from tests.checkpoint.engines import Net, make_engine, train, write_one
 from tests.ranks import run_ranks
 
 
@@ -34,6 +37,24 @@ def test_state_that_every_rank_has_is_not_gathered(world, tmp_path, monkeypatch)
     assert gathered and "norm.weight" not in str(gathered)
     assert json.loads((path / "index.json").read_text())["optimizer"]["counters"] == {"step": 2.0}
     assert sorted(os.listdir(path)) == ["index.json", "rank_00000.safetensors"], "ranks' notes are gone"
+
+
+def sharded_state_case(folder: str) -> tuple[str, dict]:
+    mpu.initialize_model_parallel(1)
+    model, gather, gathered = Net(), comm.all_gathered_objects, []
+    adam = partial(torch.optim.Adam, lr=0.05)
+    engine = Engine(model, mpu.get_groups(), adam, *weight_decay_groups(model, 0.1), zero=ZeroConfig(stage=2))
+    train(engine, 2)
+    comm.all_gathered_objects = lambda value, *group: gathered.append(value) or gather(value, *group)
+    path = engine.save_checkpoint(folder)
+    optimizer = json.loads((path / "index.json").read_text())["optimizer"]
+    return str(gathered), {key: optimizer[key] for key in ("counters", "counters_of")}
+
+
+def test_ranks_tell_each_other_the_values_of_scalar_state_and_not_the_parameters_that_have_them(tmp_path):
+    for told, saved in run_ranks(3, sharded_state_case, str(tmp_path)):
+        assert "exp_avg" in told and "('step', 2.0)" in told and not re.search("norm|weight|bias", told)
+        assert saved == {"counters": {"step": 2.0}, "counters_of": {}}
 
 
 def test_failed_save_leaves_the_previous_checkpoint(world, tmp_path, monkeypatch):
