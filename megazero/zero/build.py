@@ -132,7 +132,9 @@ def _check_replicas(sums: list[torch.Tensor], channel: Channel) -> None:
     if channel.num_ranks == 1 or not sums:
         return
     mine = torch.stack(sums)
-    if any(not torch.equal(mine, other) for other in comm.all_gathered(mine, channel.group)):
+    # The largest ~x is that of the smallest x.
+    ends = comm.all_reduced(torch.stack([mine, ~mine]), channel.group, torch.distributed.ReduceOp.MAX)
+    if not torch.equal(ends[0], ~ends[1]):
         raise ValueError(
             "The data-parallel ranks start with different weights and would train different models. Call torch.manual_seed "
             "with the same seed on every rank before the model is built, or load the same weights."

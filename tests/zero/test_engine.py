@@ -7,10 +7,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero import comm, mpu, utils, zero
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.loss_scaler import LossScaler
+from megazero.zero import build
 from megazero.zero.bucket import Bucket
 from megazero.zero.config import ZeroConfig
 from megazero.zero.units import ROOT
@@ -168,6 +170,32 @@ def different_weights_case() -> None:
 
 def test_replicas_that_start_differently_are_refused_on_every_rank():
     run_ranks(2, different_weights_case)
+
+
+class CountedOperations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def compared_weights_case(other: int) -> int:
+    channel, lowest = comm.Channel(torch.distributed.group.WORLD), -(1 << 63)
+    sums = [torch.tensor(number) for number in (0, lowest, ~lowest)]
+    with CountedOperations() as operations:
+        build._check_replicas(sums, channel)
+    sums[1] += other * (torch.distributed.get_rank() == 1)
+    with pytest.raises(ValueError, match="different weights"):
+        build._check_replicas(sums, channel)
+    return operations.count
+
+
+@pytest.mark.parametrize("other", [1, -1])
+def test_the_weights_of_any_number_of_replicas_are_compared_in_equally_many_operations(other):
+    assert len({count for size in (2, 4) for count in run_ranks(size, compared_weights_case, other)}) == 1
 
 
 def no_memory_case(model_parallel_size: int) -> None:
