@@ -6,6 +6,7 @@ in the background needs.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -170,12 +171,12 @@ def _counters(state: TrainingState) -> dict[str, Counters]:
     if not any(bucket.sharding.optimizer for bucket in state.optimizer.buckets):
         return found  # all of it
     # By their names it would be tens of MB from thousands of ranks, with NCCL on the device; few of the values differ.
-    mine = {name: tuple(sorted(values.items())) for name, values in found.items()}
+    mine = {name: json.dumps(values, sort_keys=True) for name, values in found.items()}
     kinds = sorted(set().union(*comm.all_gathered_objects(sorted(set(mine.values())), state.groups.data)))
     names = [s.name for bucket in state.optimizer.buckets for s in bucket.layout.segments]
     numbers = [kinds.index(mine[name]) if name in mine else -1 for name in names]
     of_all = comm.largest_of_each(numbers, state.groups.data)
-    return {name: dict(kinds[number]) for name, number in zip(names, of_all, strict=True) if number >= 0}
+    return {name: json.loads(kinds[number]) for name, number in zip(names, of_all, strict=True) if number >= 0}
 
 
 def _optimizer(state: TrainingState, places: Places, found: dict[str, Counters]) -> dict[str, Any]:
