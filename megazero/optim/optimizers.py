@@ -170,7 +170,7 @@ def _class_and_settings(name: str, params: dict[str, Any]) -> tuple[type[torch.o
         betas = params["betas"]
         if not isinstance(betas, (list, tuple)) or len(betas) != 2:
             raise ValueError(f"{name}: betas must be two numbers, got {betas!r}.")
-        params["betas"] = tuple(betas)
+        params["betas"] = tuple(float(beta) if type(beta) is int else beta for beta in betas)  # torch takes no integers
     if lower == "muon":  # torch's, if there is one, needs whole parameters
         return Muon, {**MUON_DEFAULTS, **params}
     if lower in REFUSED:

@@ -30,6 +30,11 @@ def test_adam_is_adamw_without_decay_and_fused(name):
     assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (1.5e-4, (0.8, 0.95), 1e-6, 0.0)
 
 
+@pytest.mark.parametrize("name", ["Adam", "Muon", "RAdam"])
+def test_a_beta_of_zero_may_be_written_as_an_integer(name):
+    assert make(name, lr=0.1, betas=[0, 0.99]).param_groups[0]["betas"] == (0.0, 0.99)
+
+
 def test_adam_w_mode_false_is_adam_with_its_own_arithmetic():
     settings = {"lr": 0.1, "weight_decay": 0.5}
     plain = make("Adam", adam_w_mode=False, **settings)
