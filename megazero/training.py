@@ -258,7 +258,8 @@ def _raise_not_finite(job: Job, total: Tensor) -> None:
     updated = "were updated, by finite gradients" if job.engine.was_step_applied() else "were not updated"
     raise FloatingPointError(
         f"The loss is not finite at iteration {job.iteration + 1} ({some(bad, 8)}). The weights {updated}. "
-        "Lower --lr, lengthen its warm-up, or look at these samples; the last checkpoint is good."
+        "Lower --lr, lengthen its warm-up, or look at these samples. Checkpoints from before iteration "
+        f"{job.iteration} are good; one of that iteration has the weights of this loss."
     )
 
 

@@ -782,10 +782,13 @@ def test_finetune_takes_the_weights_and_starts_over(corpus, tmp_path):
 
 
 def test_not_finite_loss_stops_all_ranks_and_names_the_place(corpus, tmp_path):
-    done = run_job(flags(corpus, tmp_path, 50, "--lr", "1e30", "--clip-grad", "0", "--warmup", "0"), 2)
+    command = flags(corpus, tmp_path, 50, "--lr", "1e30", "--clip-grad", "0", "--warmup", "0", "--save-interval", "1")
+    done = run_job(command, 2)
     assert done.returncode != 0
     assert "The loss is not finite at iteration" in done.stdout and "rank 0: loss nan, samples" in done.stdout
     assert "The weights were not updated." in done.stdout
+    newest = (tmp_path / "latest").read_text().removeprefix("global_step")  # its weights are those of this loss
+    assert f"Checkpoints from before iteration {newest} are good" in done.stdout
 
 
 def test_of_thousands_of_ranks_whose_loss_is_not_finite_a_few_are_named(one_rank, monkeypatch):
