@@ -134,10 +134,13 @@ class MemoryWatch:
 
     Hooks take measurements before every unit's forward, after every parameter's gradient and around every update. Use it for one
     step only.
+
+    Args:
+        device_type: as in `StateSettings`, which the plan beside it is made with.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, device_type: str = "cuda") -> None:
+        self.engine, self._is_host = engine, device_type == "cpu"
         self.most: dict[str, int] = {}
         units = [unit.register_forward_pre_hook(self._look) for unit in find_units(engine.module)]
         trained = [p for p in engine.module.parameters() if p.requires_grad]
@@ -156,7 +159,8 @@ class MemoryWatch:
     def _look(self, *_: object) -> None:
         held = self.engine.memory()
         states = held["P"] + held["G"] + held["O"]
-        held["peak"] = states + held["buffers"] - held["offloaded"]  # of the device: host memory has rows of its own
+        away = 0 if self._is_host else held["offloaded"]  # host memory that is not the device has rows of its own
+        held["peak"] = states + held["buffers"] - away
         self.most = {key: max(self.most.get(key, 0), value) for key, value in held.items()}
 
 

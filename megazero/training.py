@@ -143,7 +143,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) 
     job.engine.train()
     interval: list[float] = []
     saved_at, logged_at, start = job.iteration, job.consumed_samples, time.perf_counter()
-    watch: MemoryWatch | None = MemoryWatch(job.engine)
+    watch: MemoryWatch | None = MemoryWatch(job.engine, job.device.type)
     profiler = step_profiler(job)
     while job.iteration < flags.train_iters and not job.stopped:
         with profiler.step(job.iteration + 1):

@@ -266,6 +266,16 @@ def check_memory_tables(output: str) -> None:
     assert after["buffers, at most"][:2] == after["buffers, at most"][2:]
 
 
+def test_on_a_cpu_the_measured_peak_has_the_states_in_host_memory_as_the_planned_one_has(corpus):
+    tables = []
+    for home in ("none", "cpu"):
+        flags = [*TINY_MODEL, *corpus, "--train-iters", "1", "--zero-stage", "1", "--offload-optimizer", home]
+        done = run_job(flags, 2)
+        assert done.returncode == 0, done.stdout
+        tables.append(done.stdout.partition("memory after the first step\n")[2].splitlines()[:6])
+    assert tables[0] == tables[1] and "peak" in tables[0][5]
+
+
 def test_a_wrong_file_is_one_line_on_every_rank_and_flags_win_in_the_log(corpus, tmp_path):
     file = tmp_path / "ds.config"
     flags = [*TINY_MODEL, *corpus, "--train-iters", "2", "--deepspeed", "--deepspeed_config", str(file)]
