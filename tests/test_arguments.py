@@ -30,12 +30,12 @@ V0_SCRIPT = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --bat
 def test_v0_script_is_understood():
     config = load_config(V0_SCRIPT)
     assert config.model.num_layers == 24 and config.model.checkpoint_activations
-    assert (
-        config.data.seq_length == 1024 and config.data.split == "949,50,1" and config.data.train_data == ["wikipedia"]
-    )
-    assert (
-        config.schedule.lr == 1.5e-4 and config.schedule.lr_decay_style == "cosine" and config.schedule.warmup == 0.01
-    )
+    assert config.data.seq_length == 1024
+    assert config.data.split == "949,50,1"
+    assert config.data.train_data == ["wikipedia"]
+    assert config.schedule.lr == 1.5e-4
+    assert config.schedule.lr_decay_style == "cosine"
+    assert config.schedule.warmup == 0.01
     assert config.precision.fp16 and config.optimizer.weight_decay == 0.01 and config.training.batch_size == 8
 
 

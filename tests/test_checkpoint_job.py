@@ -171,9 +171,9 @@ def test_a_second_job_on_the_directory_is_refused_before_it_trains(corpus, tmp_p
     folder.claim()
     done = job(corpus, tmp_path, ranks=1)
     folder.release()
-    assert done.returncode != 0 and "another job (process" in done.stdout and "Traceback" not in done.stdout, (
-        done.stdout
-    )
+    assert done.returncode != 0, done.stdout
+    assert "another job (process" in done.stdout, done.stdout
+    assert "Traceback" not in done.stdout, done.stdout
     assert not (tmp_path / "latest").exists()
 
 

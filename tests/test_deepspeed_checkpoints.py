@@ -61,18 +61,14 @@ def round_trip_case(folder: str, stage: int) -> None:
     want, lr = train(engine, 2), engine.get_lr()
     other = make_engine(stage, seed=1)
     path, found = other.load_checkpoint(folder, tag=12)  # the tutorial passes a number
-    assert (
-        path == str(Path(folder, "12"))
-        and other.global_steps == 3
-        and other.global_samples == 3 * other.train_batch_size()
-    )
+    assert path == str(Path(folder, "12"))
+    assert other.global_steps == 3
+    assert other.global_samples == 3 * other.train_batch_size()
     random.setstate(found["random"])
     np.random.set_state(found["numpy"])
-    assert (
-        torch.equal(found["torch"], client["torch"])
-        and found["best"] == float("inf")
-        and found[3] == ("three", [1, None])
-    )
+    assert torch.equal(found["torch"], client["torch"])
+    assert found["best"] == float("inf")
+    assert found[3] == ("three", [1, None])
     assert train(other, 2) == want and other.get_lr() == lr, "bit for bit"
     assert other.save_checkpoint(folder) is True and Path(folder, "latest").read_text() == "global_step5"
     engine.save_checkpoint(folder, tag="aside", save_latest=False)

@@ -232,9 +232,8 @@ def test_a_run_that_is_resumed_equals_the_whole_run_bit_for_bit(tmp_path):
     ours, theirs = ([(x["iteration"], x["section"], x["loss"]) for x in each] for each in lines)
     assert ours == theirs and len(ours) == 6 + 3 + 1
     files = sorted(path.name for path in (whole / "global_step6").glob("rank_*.safetensors"))
-    assert files and all(
-        (whole / "global_step6" / f).read_bytes() == (cut / "global_step6" / f).read_bytes() for f in files
-    )
+    assert files
+    assert all((whole / "global_step6" / f).read_bytes() == (cut / "global_step6" / f).read_bytes() for f in files)
     said = run(cut, "--train-iters", "7")
     assert f"{ON}: not as in the run that saved the checkpoint; losses from here on" in said
 

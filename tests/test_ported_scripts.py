@@ -155,10 +155,8 @@ def with_a_buffer(persistent: bool) -> str | None:
 
 def test_a_buffer_of_a_ranks_own_is_refused_if_it_would_be_saved():
     for message in run_ranks(2, with_a_buffer, True):
-        assert (
-            message.startswith("first_row: not the same on the 2 model-parallel ranks")
-            and "persistent=False" in message
-        )
+        assert message.startswith("first_row: not the same on the 2 model-parallel ranks")
+        assert "persistent=False" in message
     assert run_ranks(2, with_a_buffer, False) == [None, None]
 
 

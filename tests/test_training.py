@@ -1264,9 +1264,8 @@ def test_a_full_disk_ends_the_logs_with_a_warning_and_not_the_run(tmp_path, capl
         metrics.write(iteration, {"loss": 7.0}, "train")
     metrics.close()
     ends = [record.getMessage() for record in caplog.records]
-    assert (
-        len(ends) == 2 and f"the log in {metrics.path} ends at iteration 2, training goes on: [Errno 28]" in ends[0]
-    ), ends
+    assert len(ends) == 2, ends
+    assert f"the log in {metrics.path} ends at iteration 2, training goes on: [Errno 28]" in ends[0], ends
     assert f"the log in {tmp_path / 'board'} ends" in ends[1]
     (tmp_path / "loss.png").mkdir()
     assert not plot_losses([{"iteration": 1, "section": "train", "loss": 8.0}], tmp_path / "loss.png")

@@ -35,10 +35,8 @@ def test_diff_says_how_much_values_differ(saved, tmp_path, capsys):
     words = by_name["weights of words"]
     assert (words.count, words.numel) == (2, 65) and words.max_abs == pytest.approx(0.5)
     assert words.relative == pytest.approx(0.5 / float(tensors()["words"]["master"].abs().max()))
-    assert (
-        by_name["exp_avg of norm"].count == 1
-        and by_name["exp_avg of norm"].max_abs != by_name["exp_avg of norm"].max_abs
-    )
+    assert by_name["exp_avg of norm"].count == 1
+    assert by_name["exp_avg of norm"].max_abs != by_name["exp_avg of norm"].max_abs
     assert (by_name["weights of count"].max_abs, by_name["weights of count"].relative) == (3, 3 / 2**40)
     status, lines = diff(capsys, "--weights-only", saved, tmp_path / "other")
     assert status == 1 and lines[-1] == "different: values of 2 of 7 tensors differ"

@@ -112,9 +112,8 @@ def test_files_of_their_own_beat_the_split(corpora, tokenizer):
         split="60,39,1",
         num_samples=(30, 90, 1),
     )
-    assert (
-        sorted(set(valid.index.doc_idx.tolist())) == list(range(40)) and valid.indexed.prefix.name == "b_text_document"
-    )
+    assert sorted(set(valid.index.doc_idx.tolist())) == list(range(40))
+    assert valid.indexed.prefix.name == "b_text_document"
     assert set(train.index.doc_idx.tolist()) == set(range(98)), "60 of 61 parts of 100 documents"
     assert set(test.index.doc_idx.tolist()) == {98, 99}
     train, valid, test = build(tokenizer, valid_data=[str(corpora / "b")], split="0,1,0")

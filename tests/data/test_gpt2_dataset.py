@@ -90,9 +90,8 @@ def test_cache_gives_the_same_samples_and_is_not_rebuilt(tmp_path, caplog):
         assert caplog.text == ""
     memory = GPT2Dataset(indexed, (0, 29), "train", 200, 5, 1)
     for i in range(len(memory)):
-        assert np.array_equal(first[i]["text"], memory[i]["text"]) and np.array_equal(
-            second[i]["text"], memory[i]["text"]
-        )
+        assert np.array_equal(first[i]["text"], memory[i]["text"])
+        assert np.array_equal(second[i]["text"], memory[i]["text"])
     assert isinstance(second.index.doc_idx, np.memmap)
 
 

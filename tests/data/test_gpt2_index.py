@@ -143,7 +143,8 @@ def test_orders_depend_on_the_seed_alone():
 def test_long_documents_need_wide_positions():
     # Positions fit int32 as long as documents do; the stream of tokens needs 64 bits here.
     index = build_sample_idx(np.full(3, 2**31 - 1, dtype=np.int32), 2**30, 5)
-    assert index.dtype == np.int32 and index.tolist() == [
+    assert index.dtype == np.int32
+    assert index.tolist() == [
         [0, 0],
         [0, 2**30],
         [1, 1],

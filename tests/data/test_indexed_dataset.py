@@ -85,11 +85,9 @@ def test_reader_reads_the_hand_made_file(golden):
     assert len(data) == 3 and data.num_tokens == 6 and data.dtype == np.uint16 and data.token_range() == (1, 65535)
     assert data.sizes.tolist() == [3, 1, 2] and data.doc_idx.tolist() == [0, 2, 3]
     assert [data.get(i).tolist() for i in range(3)] == TOKENS
-    assert (
-        data.get(0, offset=1).tolist() == [2, 65535]
-        and data.get(0, 1, 1).tolist() == [2]
-        and data.get(2, 2).tolist() == []
-    )
+    assert data.get(0, offset=1).tolist() == [2, 65535]
+    assert data.get(0, 1, 1).tolist() == [2]
+    assert data.get(2, 2).tolist() == []
     assert not data.get(0).flags.writeable
     assert pickle.loads(pickle.dumps(data)).get(2).tolist() == [9, 10]
 

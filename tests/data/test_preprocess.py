@@ -89,9 +89,8 @@ def test_tokens_are_those_of_the_documents_in_order(tmp_path, tokenizer):
     assert documents(tmp_path / "out") == [[*tokenizer.encode(text), tokenizer.eod] for text in texts]
     assert sidecar == read_sidecar(tmp_path / "out")
     assert (sidecar.documents, sidecar.eod, sidecar.vocab_size) == (100, tokenizer.eod, tokenizer.vocab_size)
-    assert (
-        sidecar.tokens == IndexedDataset(tmp_path / "out").num_tokens and sidecar.tokenizer_sha256 == tokenizer.sha256
-    )
+    assert sidecar.tokens == IndexedDataset(tmp_path / "out").num_tokens
+    assert sidecar.tokenizer_sha256 == tokenizer.sha256
     assert IndexedDataset(tmp_path / "out").dtype == np.uint16
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "out.bin", "out.idx", "out.json"], (
         "nothing is left over"

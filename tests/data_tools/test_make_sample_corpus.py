@@ -87,10 +87,8 @@ def test_the_record_describes_the_file(two_runs):
     content = (folder / "a.jsonl").read_bytes()
     record = json.loads((folder / "a.jsonl.done.json").read_text())
     assert record["sha256"] == hashlib.sha256(content).hexdigest() and record["bytes"] == len(content)
-    assert (
-        set(record["versions"]) == {"python", "numpy"}
-        and record["documents"] == content.count(b"\n") == result["documents"]
-    )
+    assert set(record["versions"]) == {"python", "numpy"}
+    assert record["documents"] == content.count(b"\n") == result["documents"]
 
 
 def test_documents_are_distinct_prose_without_paths_of_this_machine(two_runs):
@@ -99,9 +97,8 @@ def test_documents_are_distinct_prose_without_paths_of_this_machine(two_runs):
     size = sum(len(d["text"].encode()) for d in documents)
     assert 0.64e6 < size < 0.96e6, "--max-mb is kept to, roughly, by whole documents"
     assert all(set(d) == {"text", "url"} and len(d["text"]) >= corpus.MIN_DOCUMENT for d in documents)
-    assert len({d["url"] for d in documents}) == len(documents) and len({d["text"] for d in documents}) == len(
-        documents
-    )
+    assert len({d["url"] for d in documents}) == len(documents)
+    assert len({d["text"] for d in documents}) == len(documents)
     assert all(d["url"].split("-")[0] in ("python", "numpy") and "/test" not in d["url"] for d in documents)
     letters = sum(c.isalpha() or c.isspace() for d in documents for c in d["text"])
     assert letters > 0.8 * sum(len(d["text"]) for d in documents)

@@ -113,9 +113,8 @@ def test_any_number_of_workers_writes_the_same_bytes_in_every_format(tmp_path, f
     assert found == expected
     # What was written is read again as an input of the next step: nothing changes any more.
     again = run([tmp_path / "out1"], tmp_path / "again.jsonl", workers=1)
-    assert again["kept"] == len(expected) and [d["id"] for d in documents_of(tmp_path / "again.jsonl")] == [
-        d["id"] for d in expected
-    ]
+    assert again["kept"] == len(expected)
+    assert [d["id"] for d in documents_of(tmp_path / "again.jsonl")] == [d["id"] for d in expected]
 
 
 def test_the_dropped_list_names_file_line_id_and_reason(tmp_path):
@@ -465,7 +464,8 @@ def test_other_files_of_a_folder_are_told(tmp_path, caplog):
         "a.jsonl",
         "b.jsonl",
         "c.jsonl",
-    ] and not caplog.text
+    ]
+    assert not caplog.text
     for name in ("d.jsonl.bz2", "e.JSONL", ".hidden", "a.jsonl.tmp0123abcd", *(f"x{i}.md" for i in range(4))):
         (tmp_path / "in" / name).touch()
     (tmp_path / "in" / "manifest.json").touch()

@@ -28,9 +28,8 @@ def every_size_case():
         assert groups.model_parallel_rank == mpu.get_model_parallel_rank() == rank % size
         assert groups.data_parallel_rank == mpu.get_data_parallel_rank() == rank // size
         assert mpu.get_model_parallel_src_rank() == mpu.get_tensor_model_parallel_src_rank() == first
-        assert (
-            mpu.get_tensor_model_parallel_world_size() == size and mpu.get_tensor_model_parallel_rank() == rank % size
-        )
+        assert mpu.get_tensor_model_parallel_world_size() == size
+        assert mpu.get_tensor_model_parallel_rank() == rank % size
         assert mpu.get_tensor_model_parallel_group() is mpu.get_model_parallel_group() is groups.model
         assert mpu.get_data_parallel_group() is groups.data and mpu.get_data_parallel_src_rank() == data_ranks[0]
         # The groups do what they say: each sums exactly its own members, in its own order.

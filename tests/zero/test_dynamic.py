@@ -440,9 +440,8 @@ def access_case(dtype: torch.dtype) -> None:
         engine = make_engine(Toy(), stage, dtype=dtype, loss_scaler=LossScaler(64.0))
         model = engine.module
         weight, frozen = model.blocks[1].up.weight, nn.Linear(2, 2).weight
-        assert (
-            utils.safe_get_full_grad(weight) is None and utils.safe_get_full_optimizer_state(weight, "exp_avg") is None
-        )
+        assert utils.safe_get_full_grad(weight) is None
+        assert utils.safe_get_full_optimizer_state(weight, "exp_avg") is None
         assert utils.safe_get_full_fp32_param(frozen) is None and utils.safe_get_full_grad(frozen) is None
         engine.backward(engine(my_batch()))
         grad = utils.safe_get_full_grad(weight)

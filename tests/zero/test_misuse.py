@@ -44,9 +44,8 @@ def write_case(dtype: torch.dtype) -> None:
             weight.fill_(7.0)  # on every rank, as weight clipping or load_state_dict does
         engine.backward(0.0 * engine(my_batch()))
         engine.step()
-        assert (engine.state_dict()["norm.weight"] == 7.0).all() and (
-            utils.safe_get_full_fp32_param(weight) == 7.0
-        ).all()
+        assert (engine.state_dict()["norm.weight"] == 7.0).all()
+        assert (utils.safe_get_full_fp32_param(weight) == 7.0).all()
         for repoint in (lambda w, _: setattr(w, "data", w.data.clone()), lambda _, model: model.double()):
             engine = fresh(stage, dtype=dtype, optimizer="sgd", decay=0.0)
             repoint(engine.module.norm.weight, engine.module)

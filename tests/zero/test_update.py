@@ -89,7 +89,6 @@ def test_a_loaded_step_count_lies_where_torch_has_it(is_fused):
         counters = {name: {"step": 3.0} for name, _ in model.named_parameters()}
         engine.optimizer.allocate_state(dict.fromkeys(counters, ["exp_avg", "exp_avg_sq"]), counters)
         states = list(engine.optimizer.state.values())
-        assert states and {state["step"].device for state in states} == {
-            ACCELERATOR if is_fused else torch.device("cpu")
-        }
+        assert states
+        assert {state["step"].device for state in states} == {ACCELERATOR if is_fused else torch.device("cpu")}
         assert {state["exp_avg"].device for state in states} == {ACCELERATOR}

@@ -677,9 +677,8 @@ def test_the_job_goes_on_where_a_run_of_megatron_was_bit_for_bit(corpus, tmp_pat
     save(tmp_path / "theirs", [theirs], "iter_0000003", "3")
     assert main(["import", "--from", "megatron", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
     rest = run_job([*job, "--load", str(tmp_path / "ours"), "--save", str(tmp_path / "rest")], 2)
-    assert rest.returncode == 0 and "the checkpoint was imported: the samples after its 12 are" in rest.stdout, (
-        rest.stdout
-    )
+    assert rest.returncode == 0, rest.stdout
+    assert "the checkpoint was imported: the samples after its 12 are" in rest.stdout, rest.stdout
     wanted = [line for line in logged(tmp_path / "whole") if line["section"] == "train" and line["iteration"] > 3]
     found = [line for line in logged(tmp_path / "rest") if line["section"] == "train"]
     for key in ("iteration", "lr", "loss", "grad_norm"):
