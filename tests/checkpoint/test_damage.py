@@ -9,7 +9,6 @@ import random
 import resource
 import shutil
 import time
-import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.lr_schedule import AnnealingLR, LRScheduleConfig
 from megazero.zero import ZeroConfig
 from tests.ranks import run_ranks
+from tests.traced import traced_peak
 
 NEWEST = "global_step3"
 EXPECTED = (CheckpointError, ValueError, FileNotFoundError)
@@ -614,9 +614,8 @@ def test_index_of_a_million_entries_is_read_in_seconds_and_little_memory(what, c
 def test_pickles_are_never_unpickled_and_latest_tag_reads_little(tmp_path):
     (tmp_path / "latest").write_bytes(pickle.dumps(Bomb(str(tmp_path / "canary"))))
     os.truncate(tmp_path / "latest", 1 << 26)
-    tracemalloc.start()
-    with pytest.raises(CheckpointError, match="latest should hold the name"):
-        latest_tag(tmp_path)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert not (tmp_path / "canary").exists() and peak < 1 << 20
+    with traced_peak() as peak:
+        with pytest.raises(CheckpointError, match="latest should hold the name"):
+            latest_tag(tmp_path)
+        assert peak() < 1 << 20
+    assert not (tmp_path / "canary").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from itertools import pairwise, product
 
 import numpy as np
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from megazero.checkpoint.format import TensorEntry
 from megazero.checkpoint.ranges import Cut, RangeMap, shard_shape, shard_to_full, shards_to_full
 from megazero.mpu.partition import Partition
+from tests.traced import traced_peak
 
 SIZES = (1, 2, 3, 4)
 
@@ -159,8 +159,7 @@ def test_tiles_are_neither_stacked_nor_padded(cut):
 def test_an_entry_is_read_without_its_tiles_being_made():
     bounds = list(range(1001))
     cut = {"dim": 0, "stride": 1, "padded": 1000, "tiles": [bounds, bounds]}
-    tracemalloc.start()
-    entry = TensorEntry.from_json({"kind": "frozen", "shape": [1000, 1000], "cut": cut, "states": {}}, 1)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert entry.cut == Cut(0, 1, 1000, (tuple(bounds),) * 2) and peak < 1e6
+    with traced_peak() as peak:
+        entry = TensorEntry.from_json({"kind": "frozen", "shape": [1000, 1000], "cut": cut, "states": {}}, 1)
+        assert peak() < 1e6
+    assert entry.cut == Cut(0, 1, 1000, (tuple(bounds),) * 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import time
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from megazero.data.blend import BlendedDataset, BlendOrder, blend_indices
 from megazero.data.cache import ArrayCache
 from megazero.data.gpt2_dataset import GPT2Dataset
 from tests.data.test_gpt2_dataset import corpus
+from tests.traced import traced_peak
 
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=7)
 
@@ -46,21 +46,18 @@ def test_order_equals_the_literal_rule(weights, num_samples):
 
 def test_building_an_order_takes_little_more_memory_than_it_has(monkeypatch):
     monkeypatch.setattr(blend, "_CHUNK", 1000)
-    tracemalloc.start()
-    arrays = blend_indices([0.3, 0.6, 0.1], 100_000)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1.2 * sum(array.nbytes for array in arrays)
+    with traced_peak() as peak:
+        arrays = blend_indices([0.3, 0.6, 0.1], 100_000)
+        assert peak() < 1.2 * sum(array.nbytes for array in arrays)
 
 
 def test_loading_an_order_takes_little_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(blend, "_CHUNK", 1000)
     BlendOrder([0.3, 0.6, 0.1], 1_000_000, "train", ArrayCache(tmp_path))
-    tracemalloc.start()
-    order = BlendOrder([0.3, 0.6, 0.1], 1_000_000, "train", ArrayCache(tmp_path, is_expected=True))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert order.counts == [300_000, 600_000, 100_000] and peak < 1_000_000, "less than a byte a sample"
+    with traced_peak() as peak:
+        order = BlendOrder([0.3, 0.6, 0.1], 1_000_000, "train", ArrayCache(tmp_path, is_expected=True))
+        assert peak() < 1_000_000, "less than a byte a sample"
+    assert order.counts == [300_000, 600_000, 100_000]
 
 
 @settings(max_examples=150)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from megazero.data import gpt2_index
 from megazero.data.gpt2_index import build_index, build_sample_idx, num_epochs, parse_split, split_ranges
+from tests.traced import traced_peak
 
 
 def walk_samples(sizes, doc_idx, seq_length, num_samples):
@@ -157,11 +157,9 @@ def test_long_documents_need_wide_positions():
 def test_building_an_index_takes_little_more_memory_than_it_has(monkeypatch):
     monkeypatch.setattr(gpt2_index, "_CHUNK", 1000)
     sizes = np.full(100, 20_000, dtype=np.int32)
-    tracemalloc.start()
-    index = build_index(sizes, (0, 100), 190_000, 10, 0)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 1.2 * sum(array.nbytes for array in index)
+    with traced_peak() as peak:
+        index = build_index(sizes, (0, 100), 190_000, 10, 0)
+        assert peak() < 1.2 * sum(array.nbytes for array in index)
 
 
 def test_hundred_million_tokens_take_seconds():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from megazero.data.mmidx import write_index
 from megazero.data.preprocess import tokenize_json
 from megazero.data.tokenizer import build_tokenizer
 from megazero.lines.resumable import WorkOptions
+from tests.traced import traced_peak
 from tests.vocabularies import make_gpt2_vocabulary, make_texts, write_jsonl
 
 EOD = 0
@@ -117,12 +117,10 @@ def test_memory_does_not_grow_with_the_number_of_documents(tmp_path, monkeypatch
         write_index(file, np.dtype("<u2"), [(np.ones(count, np.int32), None)])
     for module in (inspect_statistics, mmidx):
         monkeypatch.setattr(module, "_CHUNK", 1 << 14)
-    tracemalloc.start()
-    data = IndexedDataset(tmp_path / "c")
-    result = describe(data, document_lengths(data), eod=EOD)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert result["documents_ending_in_eod"] == count > peak
+    with traced_peak() as peak:
+        data = IndexedDataset(tmp_path / "c")
+        result = describe(data, document_lengths(data), eod=EOD)
+        assert result["documents_ending_in_eod"] == count > peak()
 
 
 def test_absurd_ids_are_reported_not_counted(tmp_path):

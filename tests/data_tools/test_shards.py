@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -36,6 +35,7 @@ from megazero.lines.outputs import check_ours
 from megazero.lines.partial_shard import PartialShard
 from megazero.lines.progress import Progress
 from tests.data_tools.steps import read_documents, run_step, write_documents
+from tests.traced import traced_peak
 from tests.vocabularies import make_texts
 
 zstandard = pytest.importorskip("zstandard")
@@ -277,11 +277,9 @@ def test_the_memory_for_rows_does_not_grow_with_their_length(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     path, text = tmp_path / "a.parquet", "z" * (1 << 20)
     parquet.write_table(pyarrow.table({"text": [f"{number}{text}" for number in range(60)]}), path)
-    tracemalloc.start()
-    assert sum(1 for _ in document_blocks(path, 1 << 20)) == 60
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 30 << 20  # some rows and copies of one, not all 60
+    with traced_peak() as peak:
+        assert sum(1 for _ in document_blocks(path, 1 << 20)) == 60
+        assert peak() < 30 << 20  # some rows and copies of one, not all 60
 
 
 def test_an_output_in_the_input_folder_is_refused_at_once(tmp_path):

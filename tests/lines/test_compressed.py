@@ -6,11 +6,11 @@ import gzip
 import lzma
 import os
 import sys
-import tracemalloc
 
 import pytest
 
 from megazero.lines.compressed import DAMAGE, open_bytes
+from tests.traced import traced_peak
 
 
 def test_compressed_files_are_read_as_text(tmp_path, monkeypatch):
@@ -66,10 +66,6 @@ def test_xz_of_many_streams_is_read_whole_and_damage_behind_the_first_is_an_erro
 def test_xz_that_decompresses_to_far_more_is_read_in_pieces(tmp_path):
     path = tmp_path / "a.xz"
     path.write_bytes(lzma.compress(bytes(1 << 26)))
-    tracemalloc.start()
-    try:
-        with open_bytes(path) as file:
-            assert sum(map(len, iter(lambda: file.read(1 << 16), b""))) == 1 << 26
-        assert tracemalloc.get_traced_memory()[1] < 1 << 24
-    finally:
-        tracemalloc.stop()
+    with traced_peak() as peak, open_bytes(path) as file:
+        assert sum(map(len, iter(lambda: file.read(1 << 16), b""))) == 1 << 26
+        assert peak() < 1 << 24
