@@ -7,6 +7,7 @@ from torch import nn
 
 from megazero import mpu
 from megazero.engine import Engine, weight_decay_groups
+from tests.zero.models import one_step
 
 
 class Net(nn.Module):
@@ -31,13 +32,7 @@ def make_engine(size: int, seed: int = 0) -> Engine:
 
 
 def train(engine: Engine, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        loss = engine(torch.arange(10).view(2, 5))
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    return losses
+    return [float(one_step(engine, torch.arange(10).view(2, 5))) for _ in range(steps)]
 
 
 def write_one(tmp_path, steps: int = 1) -> Engine:

@@ -19,6 +19,7 @@ from megazero.engine import Engine, weight_decay_groups
 from megazero.zero import ZeroConfig
 from tests.checkpoint.checkpoints import make, tensors
 from tests.ranks import run_ranks
+from tests.zero.models import one_step
 
 WORLDS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (4, 1)]  # (tensor-parallel, data-parallel)
 SOME = [(1, 1), (1, 3), (2, 2), (4, 1)]
@@ -75,10 +76,7 @@ def train(engine: Engine, steps: int) -> list[float]:
     losses = []
     for step in range(steps):
         tokens = (torch.arange(10).view(2, 5) * (engine.global_steps + step + 1)) % 13
-        loss = engine(tokens)
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
+        losses.append(float(one_step(engine, tokens)))
     return losses
 
 

@@ -34,6 +34,7 @@ from megazero.zero import ZeroConfig
 from tests.ranks import _context, run_ranks
 from tests.test_training import start_job
 from tests.tiny import TINY_MODEL, make_corpus, run_job
+from tests.zero.models import one_step
 
 STEPS, EVERY = 12, 2
 GRACE_S = 15.0
@@ -92,10 +93,7 @@ def train(engine: Engine, layout: Layout, directory: str, die: Any) -> None:
     while engine.global_steps < STEPS:
         die("step")
         tokens = (torch.randint(0, 16, (2, 8)) + engine.groups.data_parallel_rank) % 16
-        loss = engine(tokens)
-        engine.backward(loss)
-        engine.step()
-        losses = [*losses, float(loss.detach())]
+        losses = [*losses, float(one_step(engine, tokens))]
         if engine.global_steps % EVERY == 0:
             client = {"losses": losses}
             engine.save_checkpoint(directory, client_state=client, keep_last=2, in_background=layout.in_background)
@@ -420,9 +418,7 @@ def full_disk_case(path: str, in_background: bool) -> list[str]:
     engine = make_engine(Layout())
     room = 0
     while True:
-        tokens = torch.randint(0, 16, (2, 8))
-        engine.backward(engine(tokens))
-        engine.step()
+        one_step(engine, torch.randint(0, 16, (2, 8)))
         if engine.global_steps == 1:
             engine.save_checkpoint(directory)
             continue
@@ -490,8 +486,7 @@ def limited_case(directory: str) -> list[str]:
     engine = make_engine(Layout())
     told = []
     for limit in (8192, resource.RLIM_INFINITY):
-        engine.backward(engine(torch.randint(0, 16, (2, 8))))
-        engine.step()
+        one_step(engine, torch.randint(0, 16, (2, 8)))
         if engine.global_steps == 1:
             engine.save_checkpoint(directory)
         if dist.get_rank() == 1:

@@ -377,9 +377,11 @@ def fresh(stage: int, **options) -> Engine:
     return make_engine(options.pop("model", None) or Toy(**options.pop("toy", {})), stage, **options)
 
 
-def one_step(engine: Engine, batch: Tensor) -> None:
-    engine.backward(engine(batch))
+def one_step(engine: Engine, batch: Any) -> Tensor:
+    """Trains a step on what the model is given, and returns its loss."""
+    loss = engine.backward(engine(batch))
     engine.step()
+    return loss
 
 
 def step(engine: Engine, micro: int = 1) -> None:

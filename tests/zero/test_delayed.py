@@ -16,7 +16,7 @@ from megazero.zero.bucket import Bucket
 from megazero.zero.config import ZeroConfig
 from megazero.zero.home import MemoryHome
 from tests.ranks import run_ranks
-from tests.zero.models import Wide, make_engine, token_batches
+from tests.zero.models import Wide, make_engine, one_step, token_batches
 
 STEPS, WARMUP = 6, 2
 
@@ -69,12 +69,7 @@ def delayed_case(path: str, stage: int, home: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     options = {"offload_optimizer": home, "nvme_path": path, "delayed_param_update": WARMUP, "sub_group_size": 4096}
     engine = make_engine(Wide(), stage, zero=options, dtype=dtype)
-    losses = []
-    for batch in batches:
-        loss = engine(batch[0][rank])
-        engine.backward(loss)
-        engine.step()
-        losses.append(mpu_mean(loss))
+    losses = [mpu_mean(one_step(engine, batch[0][rank])) for batch in batches]
     assert engine.buckets[0].is_delayed
     with pytest.raises(RuntimeError, match=r"delayed update of unit .* engine.optimizer.finish"):
         zero.GatheredParameters(engine.module.blocks[0][0].weight, modifier_rank=0).__enter__()
@@ -88,8 +83,7 @@ def delayed_case(path: str, stage: int, home: str, dtype: torch.dtype) -> None:
         assert torch.equal(got[name], master.to(dtype)), name
     if dtype is torch.float32:
         weight = engine.module.blocks[0][0].weight
-        engine.backward(engine(batches[0][0][rank]))
-        engine.step()
+        one_step(engine, batches[0][0][rank])
         master = safe_get_full_fp32_param(weight)
         assert not engine.buckets[0].is_delayed and torch.equal(master, engine.state_dict()["blocks.0.0.weight"])
     engine.destroy()
@@ -112,8 +106,7 @@ def initialize_case() -> None:
     engine = megazero.initialize(model=model, model_parameters=decay_groups(model.parameters()), config=config)[0]
     batches = token_batches(STEPS, 1, 2)
     for batch in batches:
-        engine.backward(engine(batch[0][torch.distributed.get_rank()]))
-        engine.step()
+        one_step(engine, batch[0][torch.distributed.get_rank()])
     assert engine.buckets[0].is_delayed
     want = {name: master.detach() for name, master in by_hand(batches, torch.float32)[1].items()}
     torch.testing.assert_close(dict(engine.state_dict()), want, rtol=1e-5, atol=1e-6)
@@ -148,8 +141,7 @@ def resume_case(path: str) -> None:
 
     def run(one, part):
         for batch in part:
-            one.backward(one(batch[0][0]))
-            one.step()
+            one_step(one, batch[0][0])
         return one.state_dict()
 
     first = engine()
@@ -169,8 +161,7 @@ def test_a_save_waits_for_the_update_and_a_resumed_run_is_the_same_bit_for_bit(t
 def test_a_write_beside_a_delayed_update_is_refused_instead_of_lost(one_rank):
     engine = make_engine(Wide(), 2, zero={"offload_optimizer": "cpu", "delayed_param_update": 1})
     for ids in token_batches(2, 1, 1)[:, 0, 0]:
-        engine.backward(engine(ids))
-        engine.step()
+        one_step(engine, ids)
     with torch.no_grad():
         engine.module.embedding.weight.zero_()
     with pytest.raises(RuntimeError, match="unit 'root' was written to while a delayed update of it went on"):
@@ -188,8 +179,7 @@ def test_what_is_frozen_while_updates_are_delayed_keeps_its_value(one_rank, monk
             engine.optimizer.finish()
             frozen.requires_grad_(False)
             before = frozen.clone(), trained.clone()
-        engine.backward(engine(ids))
-        engine.step()
+        one_step(engine, ids)
     engine.optimizer.finish()
     assert torch.equal(frozen, before[0]) and not torch.equal(trained, before[1])
 
@@ -197,8 +187,7 @@ def test_what_is_frozen_while_updates_are_delayed_keeps_its_value(one_rank, monk
 def test_after_an_interrupt_amid_new_weights_only_a_checkpoint_goes_on(one_rank, monkeypatch):
     engine = make_engine(Wide(), 2, zero={"offload_optimizer": "cpu", "delayed_param_update": 1})
     for ids in token_batches(2, 1, 1)[:, 0, 0]:
-        engine.backward(engine(ids))
-        engine.step()
+        one_step(engine, ids)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Bucket, "publish", Mock(side_effect=[None, KeyboardInterrupt]))
         engine.optimizer.finish()
@@ -223,8 +212,7 @@ def refused_case(path: str) -> None:
             model, mpu.get_groups(), hooked_adamw, *weight_decay_groups(model, 0.1), zero=ZeroConfig(stage=2, **nvme)
         )
     engine = make_engine(model, 2, zero={**cpu, "delayed_param_update": 1})  # the model can be given to another one
-    engine.backward(engine(ids[0, 0, 0]))
-    engine.step()
+    one_step(engine, ids[0, 0, 0])
     engine.optimizer.torch_optimizer.register_step_post_hook(lambda *_: None)
     engine.backward(engine(ids[1, 0, 0]))
     with pytest.raises(ValueError, match="--delayed-param-update needs .* without hooks"):

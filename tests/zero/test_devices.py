@@ -12,7 +12,7 @@ from megazero import activation_checkpointing
 from megazero.comm import channel
 from tests import test_parity
 from tests.ranks import has_gpus, run_ranks
-from tests.zero.models import Toy, make_engine
+from tests.zero.models import Toy, make_engine, one_step
 from tests.zero.test_engine import engine_case
 from tests.zero.test_offload import resume_case
 
@@ -109,12 +109,10 @@ def test_a_default_device_changes_nothing(one_rank, home, tmp_path):
         there = {"offload_optimizer": home, "offload_param": home, "nvme_path": str(tmp_path)}
         engine = make_engine(model, 3, zero=there)
         for _ in range(2):
-            engine.backward(engine(tokens))
-            engine.step()
+            one_step(engine, tokens)
         want = engine.state_dict()
         engine.save_checkpoint(tmp_path / "saved")
-        engine.backward(engine(tokens))
-        engine.step()
+        one_step(engine, tokens)
         engine.load_checkpoint(tmp_path / "saved")
         got = engine.state_dict()
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)

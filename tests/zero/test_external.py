@@ -14,7 +14,7 @@ from megazero import mpu, zero
 from megazero.zero.external import external_parameters
 from megazero.zero.parameter import ReleasedParameter
 from tests.ranks import run_ranks
-from tests.zero.models import Block, Output, Toy, call, make_engine, my_batch, run, token_batches
+from tests.zero.models import Block, Output, Toy, call, make_engine, my_batch, one_step, run, token_batches
 
 
 class Reader(Block):
@@ -160,8 +160,7 @@ def root_case() -> None:
     zero.register_external_parameter(model.blocks[1], weight)
     seen: list[bool] = []
     model.blocks[2].register_forward_hook(lambda *_: seen.append(not isinstance(weight, ReleasedParameter)))
-    engine.backward(engine(my_batch()))
-    engine.step()
+    one_step(engine, my_batch())
     assert seen == [True]
 
 
@@ -184,8 +183,7 @@ def outside_case() -> None:
     with torch.no_grad():
         engine(tokens)
         assert isinstance(bias, ReleasedParameter), "no backward comes to release it"
-    engine.backward(engine(tokens))
-    engine.step()
+    one_step(engine, tokens)
     refused(lambda: bias + 1)
 
     def fail(_: object) -> None:
@@ -211,8 +209,7 @@ def by_hand_case() -> None:
     engine = make_engine(model, 3)
     tokens = my_batch()
     zero.register_external_parameter(model.blocks[1], model.blocks[0].down.bias)
-    engine.backward(engine(tokens))
-    engine.step()
+    one_step(engine, tokens)
     with pytest.raises(RuntimeError, match="takes a module and a parameter"):
         zero.register_external_parameter(model, torch.ones(2))
     zero.unregister_external_parameter(model.blocks[1], model.blocks[0].down.bias)

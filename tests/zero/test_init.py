@@ -17,7 +17,7 @@ from megazero import mpu, zero
 from megazero.nvme import AioConfig
 from megazero.zero.registry import bucket_of
 from tests.ranks import run_ranks
-from tests.zero.models import SHARING, Block, Toy, make_engine, run, token_batches, train
+from tests.zero.models import SHARING, Block, Toy, make_engine, one_step, run, token_batches, train
 from tests.zero.test_memory import live_bytes
 
 
@@ -595,8 +595,7 @@ def saved_whole_case() -> None:
     for name, p in plain.named_parameters():
         assert torch.equal(p, want[name]) and bucket_of(p) is None
     engine = make_engine(plain, 3)
-    engine.backward(engine(token_batches(1, 1, 1)[0, 0, 0]))
-    engine.step()
+    one_step(engine, token_batches(1, 1, 1)[0, 0, 0])
 
 
 class InCycle(nn.Linear):

@@ -25,7 +25,7 @@ from megazero.zero.link import (
 )
 from megazero.zero.residency import GatherLimits
 from tests.ranks import run_ranks
-from tests.zero.models import Wide, compare, make_engine, my_batch, run, token_batches, train
+from tests.zero.models import Wide, compare, make_engine, my_batch, one_step, run, token_batches, train
 from tests.zero.streams import DeviceStream, SlowStream, slow_link
 from tests.zero.test_offload import homes
 
@@ -154,8 +154,7 @@ def delayed_case() -> tuple[int, int, list]:
         engine = make_engine(Wide(), 2, zero=options, dtype=torch.bfloat16)
         dict(train(engine, token_batches(4, 1, 2)))
         assert len(alive) == 3 * len(engine.buckets), "the first update of four is not delayed"
-        engine.backward(engine(token_batches(1, 1, 2)[0, 0, 0]))
-        engine.step()
+        one_step(engine, token_batches(1, 1, 2)[0, 0, 0])
         log.clear()
         engine.optimizer.finish()
         return most[0], len(engine.buckets), list(log)

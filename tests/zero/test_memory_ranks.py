@@ -14,7 +14,7 @@ from megazero.zero.memory import memory_rows, plan_memory
 from megazero.zero.param_groups import hidden_matrices
 from megazero.zero.residency import GatherLimits
 from tests.ranks import run_ranks
-from tests.zero.models import APART, SHARING, Wide, make_engine, step, token_batches
+from tests.zero.models import APART, SHARING, Wide, make_engine, one_step, step, token_batches
 from tests.zero.test_memory import Deep, Psi, counter_bytes, held_now, sampled
 
 STAGES = (0, 1, 2, 3)
@@ -167,8 +167,7 @@ def offloaded_case(path: str) -> None:
             )
             engine = make_engine(model, stage, zero=zero, dtype=torch.bfloat16)
             for _ in range(2):
-                engine.backward(engine(token_batches(1, 1, n)[0, 0, 0]))
-                engine.step()
+                one_step(engine, token_batches(1, 1, n)[0, 0, 0])
             what = f"stage {stage}, {zero}"
             memory, counters = engine.memory(), counter_bytes(engine)
             held = memory["P"] + memory["G"] + memory["O"] - counters

@@ -237,8 +237,7 @@ def undone_case() -> None:
     first, second = token_batches(1, 2, 2)[0][:, rank]
     engine = fresh(3, gradient_accumulation_steps=2)
     weight = engine.module.embedding.weight
-    engine.backward(engine(first))
-    engine.step()
+    one_step(engine, first)
     want = engine(second).item()
     with pytest.raises(RuntimeError, match="undone"), zero.GatheredParameters(weight), torch.no_grad():
         weight.view(-1)[0] = 7.0  # of the first rank's shard: the other one does not find it in its own

@@ -18,7 +18,7 @@ from megazero.engine import Engine
 from megazero.zero.config import ZeroConfig
 from megazero.zero.parameter import ArrivingParameter
 from tests.ranks import run_ranks
-from tests.zero.models import MODELS, STEPS, Toy, compare, full_grad, make_engine, token_batches, train
+from tests.zero.models import MODELS, STEPS, Toy, compare, full_grad, make_engine, one_step, token_batches, train
 from tests.zero.test_external import Reading
 from tests.zero.test_traffic import own_count
 
@@ -65,13 +65,6 @@ def fresh(make: Callable[[], nn.Module], stage: int, is_on: bool, **options: Any
 def my_batches(steps: int) -> list[Tensor]:
     batches = token_batches(steps, 1, mpu.get_data_parallel_world_size())
     return [step[0, mpu.get_data_parallel_rank()] for step in batches]
-
-
-def train_step(engine: Engine, batch: Tensor) -> Tensor:
-    loss = engine(batch)
-    engine.backward(loss)
-    engine.step()
-    return loss.detach()
 
 
 def parity_case(names: list[str], options: dict, model_parallel_size: int = 1) -> None:
@@ -150,9 +143,9 @@ def order_case() -> None:
             block.norm.register_forward_pre_hook(lambda *_, i=index, log=log: log.append(f"block {i} runs"))
             block.down.register_forward_hook(lambda *_, i=index, log=log: log.append(f"block {i} has run"))
         batches = my_batches(2)
-        train_step(engine, batches[0])
+        one_step(engine, batches[0])
         log.append("step() has returned")
-        train_step(engine, batches[1])
+        one_step(engine, batches[1])
         names, blocks = ["root", "blocks.0", "blocks.1", "blocks.2"], range(3)
         starts, arrivals = [f"{name} starts" for name in names], [f"{name} arrives" for name in names]
         forward = [event for i in blocks for event in (f"block {i} runs", f"block {i} has run")]
@@ -177,7 +170,7 @@ def traffic_case() -> None:
         for is_on in (False, True):
             engine = make_engine(Toy(), stage, zero=ON if is_on else {})
             for batch in my_batches(3):
-                train_step(engine, batch)
+                one_step(engine, batch)
             engine.optimizer.finish()
             counts.append(own_count(engine))
             engine.destroy()
@@ -213,7 +206,7 @@ def called_past_its_hooks(engine: Engine) -> Tensor:
 def written(engine: Engine) -> Tensor:
     with torch.no_grad():
         engine.module.blocks[1].up.weight.mul_(0.5)
-    train_step(engine, my_batches(1)[0])
+    one_step(engine, my_batches(1)[0])
     return engine.module.blocks[1].up.weight
 
 
@@ -221,22 +214,22 @@ def written_by_modifier(engine: Engine) -> Tensor:
     weight = engine.module.blocks[1].up.weight
     with zero.GatheredParameters(weight, modifier_rank=0):
         weight.data[0] = 3.0
-    train_step(engine, my_batches(1)[0])
+    one_step(engine, my_batches(1)[0])
     return weight
 
 
 def set_by_access(engine: Engine) -> Tensor:
     weight = engine.module.blocks[1].up.weight
     utils.safe_set_full_fp32_param(weight, utils.safe_get_full_fp32_param(weight) + 1)
-    train_step(engine, my_batches(1)[0])
+    one_step(engine, my_batches(1)[0])
     return weight
 
 
 def unfrozen(engine: Engine) -> Tensor:
     engine.module.blocks[2].down.bias.requires_grad_(False)
-    train_step(engine, my_batches(1)[0])
+    one_step(engine, my_batches(1)[0])
     engine.module.blocks[2].down.bias.requires_grad_(True)
-    train_step(engine, my_batches(1)[0])
+    one_step(engine, my_batches(1)[0])
     return engine.module.blocks[2].down.bias
 
 
@@ -252,7 +245,7 @@ def after_an_error(engine: Engine) -> Tensor:
     with pytest.raises(ZeroDivisionError):
         engine(my_batches(1)[0])
     handle.remove()
-    return train_step(engine, my_batches(1)[0])
+    return one_step(engine, my_batches(1)[0])
 
 
 def an_old_graph(engine: Engine) -> Tensor:
@@ -303,7 +296,7 @@ def readers_case(stage: int, dtype: torch.dtype | None) -> None:
         found = []
         for is_on in (False, True):
             engine = fresh(Toy, stage, is_on, dtype=dtype)
-            train_step(engine, my_batches(1)[0])
+            one_step(engine, my_batches(1)[0])
             is_arriving = [isinstance(p, ArrivingParameter) for p in engine.module.parameters()]
             assert all(is_arriving) if is_on else not any(is_arriving)
             value = read(engine)
@@ -311,7 +304,7 @@ def readers_case(stage: int, dtype: torch.dtype | None) -> None:
                 [tensor.detach().clone() for tensor in (value if isinstance(value, list | tuple) else [value])]
             )
             if what != "destroy":
-                found[-1].append(train_step(engine, my_batches(1)[0]))
+                found[-1].append(one_step(engine, my_batches(1)[0]))
                 engine.destroy()
             assert not any(isinstance(p, ArrivingParameter) for p in engine.module.parameters())
         assert len(found[0]) == len(found[1])
@@ -342,7 +335,7 @@ def questions_case() -> None:
     mpu.initialize_model_parallel(1)
     engine = make_engine(Toy(), 2, zero=ON)
     log = hold_gathers(engine)
-    train_step(engine, my_batches(1)[0])
+    one_step(engine, my_batches(1)[0])
     log.clear()
     for name, parameter in engine.module.named_parameters():
         assert isinstance(parameter, nn.Parameter) and parameter.requires_grad and parameter.grad is None, name
@@ -373,7 +366,7 @@ def between_steps_case(folder: str) -> None:
         first = fresh(Toy, 2, is_on, dtype=torch.bfloat16)
         found = []
         for batch in batches[:2]:
-            found.append(train_step(first, batch))
+            found.append(one_step(first, batch))
             first.save_checkpoint(directory)
             first.eval()
             with torch.no_grad():
@@ -381,9 +374,9 @@ def between_steps_case(folder: str) -> None:
             first.train()
         first.destroy()
         second = fresh(Toy, 1, is_on, dtype=torch.bfloat16)
-        train_step(second, batches[3])  # what it loads takes the place of weights that are under way
+        one_step(second, batches[3])  # what it loads takes the place of weights that are under way
         second.load_checkpoint(directory)
-        found += [train_step(second, batch) for batch in batches[2:]]
+        found += [one_step(second, batch) for batch in batches[2:]]
         found += [value.float() for value in second.state_dict().values()]
         results.append(found)
         second.destroy()
@@ -405,7 +398,7 @@ def failure_case(folder: str) -> None:
 
     engine.channel.all_gather_ = lambda buffer, name="": Failing() if name == "blocks.1" else gather(buffer, name)
     batch = my_batches(1)[0]
-    train_step(engine, batch)
+    one_step(engine, batch)
     for _ in range(2):  # also when it is asked again
         with pytest.raises(
             RuntimeError, match=r"step 2, unit 'blocks.1': waiting for its parameters failed.* .the link is down"

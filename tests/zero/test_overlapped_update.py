@@ -21,7 +21,7 @@ from megazero.zero.homes import TILE_MULTIPLE
 from megazero.zero.parameter import ArrivingParameter, ReleasedParameter
 from megazero.zero.update import Update
 from tests.ranks import run_ranks
-from tests.zero.models import Wide, compare, make_engine, run, token_batches
+from tests.zero.models import Wide, compare, make_engine, one_step, run, token_batches
 from tests.zero.streams import slow_link
 
 CASES = {  # stage and homes; over a link, except where the states are in a file
@@ -41,10 +41,7 @@ def fresh(path: str, case: str, **options: Any) -> Engine:
 
 
 def step(engine: Engine, batch: torch.Tensor) -> float:
-    loss = engine(batch[0][mpu.get_data_parallel_rank()])
-    engine.backward(loss)
-    engine.step()
-    return float(loss.detach())
+    return float(one_step(engine, batch[0][mpu.get_data_parallel_rank()]))
 
 
 class Gate:

@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations
 
 from megazero.zero.config import ZeroConfig
 from megazero.zero.units import BucketPlan, find_units, plan_buckets, share_buckets
-from tests.zero.models import make_engine
+from tests.zero.models import make_engine, one_step
 
 
 def names_of_units(model: nn.Module) -> list[str]:
@@ -90,10 +90,7 @@ def test_a_model_of_lists_of_lists_trains_at_stage_3(one_rank):
         torch.manual_seed(0)
         engine = make_engine(Pairs(), stage)
         for _ in range(3):
-            loss = engine(torch.ones(2, 4))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+            losses.append(one_step(engine, torch.ones(2, 4)).item())
         engine.destroy()
     assert losses[:3] == losses[3:] and losses[2] < losses[0]
 

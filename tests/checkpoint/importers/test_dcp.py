@@ -25,6 +25,7 @@ from megazero.checkpoint.importers.dcp import read_dcp
 from tests.checkpoint.importers.test_real_deepspeed import Net
 from tests.checkpoint.importers.torch_dist_files import write_torch_dist
 from tests.ranks import run_ranks
+from tests.zero.models import one_step
 
 SETTINGS = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1}
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -77,12 +78,7 @@ def go_on_in_engine(folder: str, stage: int, with_optimizer: bool) -> dict[str, 
     }
     engine, *_ = megazero.initialize(model=Net(), config=config)
     engine.load_checkpoint(folder, load_optimizer_states=with_optimizer)
-    losses = []
-    for step in (3, 4):
-        loss = engine(tokens(step))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = [one_step(engine, tokens(step)).item() for step in (3, 4)]
     weights = {name: value.tolist() for name, value in engine.module_state_dict().items()}
     return {"losses": losses, "weights": weights, "steps": engine.global_steps}
 
