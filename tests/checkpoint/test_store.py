@@ -37,6 +37,11 @@ from tests.ranks import run_ranks
 GPU = torch.device("cuda")
 
 
+def engine_of(model: nn.Module, make_optimizer=torch.optim.SGD, **options) -> Engine:
+    settings = weight_decay_groups(model, 0.0)
+    return Engine(model, mpu.get_groups(), lambda g: make_optimizer(g, lr=0.1), *settings, **options)
+
+
 def save_case(size: int, directory: str) -> list[float]:
     engine = make_engine(size)
     train(engine, 3)
@@ -154,7 +159,7 @@ def test_a_small_file_that_a_disk_does_not_give_is_told_with_its_name(world, tmp
         Reader(tmp_path)
 
 
-def test_what_need_not_be_damage_ends_a_load_with_fallback(world, tmp_path, monkeypatch):
+def test_what_need_not_be_damage_ends_a_load_with_fallback(one_rank, tmp_path, monkeypatch):
     """Going back would lose what was trained since, and the next saves would delete it."""
     engine, errors = simple_engine(), []
     for _ in range(2):
@@ -177,7 +182,7 @@ def test_what_need_not_be_damage_ends_a_load_with_fallback(world, tmp_path, monk
 
 
 @pytest.mark.parametrize("name", ["latest", "index.json", "rank_00000.safetensors"])
-def test_what_cannot_be_looked_at_now_is_not_taken_for_missing(world, tmp_path, make_stale, name):
+def test_what_cannot_be_looked_at_now_is_not_taken_for_missing(one_rank, tmp_path, make_stale, name):
     engine = simple_engine()
     for _ in range(2):
         one_step(engine)
@@ -187,7 +192,7 @@ def test_what_cannot_be_looked_at_now_is_not_taken_for_missing(world, tmp_path, 
         engine.load_checkpoint(str(tmp_path), fallback=True)
 
 
-def test_a_checkpoint_that_cannot_be_looked_at_now_is_not_passed_over(world, tmp_path, make_stale):
+def test_a_checkpoint_that_cannot_be_looked_at_now_is_not_passed_over(one_rank, tmp_path, make_stale):
     engine = simple_engine()
     for _ in range(3):
         one_step(engine)
@@ -226,8 +231,7 @@ def test_model_of_another_shape_or_with_other_parameters_is_refused_naming_them(
     def engine_with(norm: nn.Module) -> Engine:
         model = Net()
         model.norm = norm
-        settings = weight_decay_groups(model, 0.1)
-        return Engine(model, mpu.get_groups(), lambda g: torch.optim.AdamW(g, lr=0.1), *settings)
+        return engine_of(model, torch.optim.AdamW)
 
     with pytest.raises(ValueError, match=r"of another shape: 2 .*norm.weight: saved \[12\], model \[3, 4\]"):
         engine_with(nn.LayerNorm((3, 4))).load_checkpoint(str(tmp_path), strict=False)
@@ -241,14 +245,12 @@ def test_model_of_another_shape_or_with_other_parameters_is_refused_naming_them(
     assert torch.equal(other.module.norm["bias"].weight, own) and caplog.text.count(f"in part: {told}") == 1
 
 
-def test_what_is_tied_is_loaded_by_whichever_name_it_was_saved(world, tmp_path):
-    groups = mpu.initialize_model_parallel(1)
-
+def test_what_is_tied_is_loaded_by_whichever_name_it_was_saved(one_rank, tmp_path):
     def build(first: str, second: str, seed: int) -> Engine:
         torch.manual_seed(seed)
         model = nn.ModuleDict({first: nn.BatchNorm1d(3)})
         model[second] = model[first]
-        return Engine(model, groups, lambda g: torch.optim.AdamW(g, lr=0.1), *weight_decay_groups(model, 0.0))
+        return engine_of(model, torch.optim.AdamW)
 
     saved, other = build("a", "b", 0), build("b", "a", 1)
     with torch.no_grad():
@@ -275,9 +277,7 @@ def test_state_of_another_optimizer_is_refused(world, tmp_path):
     write_one(tmp_path)
     amsgrad = partial(torch.optim.AdamW, amsgrad=True)
     for make_optimizer, who in ((torch.optim.SGD, "SGD"), (amsgrad, "AdamW with amsgrad")):
-        model = Net()
-        groups = weight_decay_groups(model, 0.1)
-        engine = Engine(model, mpu.get_groups(), lambda g, make=make_optimizer: make(g, lr=0.1), *groups)
+        engine = engine_of(Net(), make_optimizer)
         with pytest.raises(ValueError, match=f"state of AdamW, and this run uses {who}\\."):
             engine.load_checkpoint(str(tmp_path))
     train(engine, 1)
@@ -298,23 +298,19 @@ def test_adams_take_each_others_state(world, tmp_path):
 
     want = saved(tmp_path)
     for make_optimizer in (CPUAdam, FusedAdam, HybridAdam, torch.optim.Adam):
-        model = Net()
-        groups = weight_decay_groups(model, 0.1)
-        engine = Engine(model, mpu.get_groups(), lambda g, make=make_optimizer: make(g, lr=0.05), *groups)
+        engine = engine_of(Net(), make_optimizer)
         engine.load_checkpoint(str(tmp_path))
         engine.save_checkpoint(str(tmp_path / make_optimizer.__name__))
         got = saved(tmp_path / make_optimizer.__name__)
         assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_frozen_parameters_and_buffers_are_kept(world, tmp_path):
-    groups = mpu.initialize_model_parallel(1)
-
+def test_frozen_parameters_and_buffers_are_kept(one_rank, tmp_path):
     def build(seed: int) -> Engine:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         model[0].requires_grad_(False)
-        return Engine(model, groups, lambda g: torch.optim.SGD(g, lr=0.1), *weight_decay_groups(model, 0.0))
+        return engine_of(model)
 
     first, second = build(0), build(1)
     first.backward(first(torch.randn(4, 3)).square().sum())
@@ -341,17 +337,11 @@ class Holding(nn.Module):
         return (self.linear(x) * self.codes).sum()
 
 
-def build_holding(kind: str, value: float) -> Engine:
-    model = Holding(kind, value)
-    return Engine(model, mpu.get_groups(), lambda g: torch.optim.SGD(g, lr=0.1), *weight_decay_groups(model, 0.0))
-
-
 @pytest.mark.parametrize("loaded", ["buffer", "buffer that is a Parameter", "parameter"])
 @pytest.mark.parametrize("saved", ["buffer", "buffer that is a Parameter", "parameter"])
-def test_a_buffer_comes_back_of_whatever_class_it_is_and_whether_it_was_trained(world, tmp_path, saved, loaded):
-    mpu.initialize_model_parallel(1)
-    build_holding(saved, 42.0).save_checkpoint(str(tmp_path))
-    other = build_holding(loaded, 7.0)
+def test_a_buffer_comes_back_of_whatever_class_it_is_and_whether_it_was_trained(one_rank, tmp_path, saved, loaded):
+    engine_of(Holding(saved, 42.0)).save_checkpoint(str(tmp_path))
+    other = engine_of(Holding(loaded, 7.0))
     other.load_checkpoint(str(tmp_path))
     assert other.state_dict()["codes"].tolist() == [42.0] * 3
 
@@ -366,9 +356,11 @@ class Observer(nn.Linear):
         destination[prefix + "scale"] = torch.full([self.elements], 3.0)
 
 
-def test_what_a_module_makes_for_its_state_dictionary_is_refused_because_a_load_could_not_give_it_back(world, tmp_path):
-    groups, model = mpu.initialize_model_parallel(1), nn.Sequential(Observer(3, 3))
-    engine = Engine(model, groups, lambda g: torch.optim.SGD(g, lr=0.1), *weight_decay_groups(model, 0.0))
+def test_what_a_module_makes_for_its_state_dictionary_is_refused_because_a_load_could_not_give_it_back(
+    one_rank, tmp_path
+):
+    model = nn.Sequential(Observer(3, 3))
+    engine = engine_of(model)
     with pytest.raises(TypeError, match="^0.scale: neither a parameter nor a buffer.* client_state"):
         engine.save_checkpoint(str(tmp_path))
     model[0].elements = 0  # says nothing, as the extra state of Transformer Engine's layers without FP8
@@ -417,18 +409,14 @@ class Scheduler:
         self.value = state["value"]
 
 
-def test_schedules_may_hold_tensors_and_buffers_need_not_be_contiguous_or_have_a_dimension(world, tmp_path):
+def test_schedules_may_hold_tensors_and_buffers_need_not_be_contiguous_or_have_a_dimension(one_rank, tmp_path):
     def build() -> Engine:
-        if mpu.model_parallel_is_initialized():
-            mpu.destroy_model_parallel()
-        groups = mpu.initialize_model_parallel(1)
         model = nn.Linear(3, 3)
         model.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
         model.register_buffer("number", torch.tensor(0))
         model.register_buffer("empty", torch.empty(0, 2))
         model.register_buffer("again", model.turned)
-        settings = weight_decay_groups(model, 0.0)
-        return Engine(model, groups, lambda g: torch.optim.SGD(g, lr=0.1), *settings, lr_scheduler=Scheduler)
+        return engine_of(model, lr_scheduler=Scheduler)
 
     engine = build()
     engine.module.turned.mul_(2)
@@ -445,17 +433,13 @@ def test_schedules_may_hold_tensors_and_buffers_need_not_be_contiguous_or_have_a
 
 
 def simple_engine(dtype=None, scaler=None, optimizer=None, frozen: bool = False) -> Engine:
-    if mpu.model_parallel_is_initialized():
-        mpu.destroy_model_parallel()
-    groups = mpu.initialize_model_parallel(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[0].requires_grad_(not frozen)
     group_of = {name: 0 for name, _ in model.named_parameters()}
     factory = optimizer or (lambda g: torch.optim.AdamW(g, lr=0.1))
-    return Engine(
-        model, groups, factory, group_of, [{}], dtype=dtype, loss_scaler=scaler, allow_untested_optimizer=True
-    )
+    options = {"dtype": dtype, "loss_scaler": scaler, "allow_untested_optimizer": True}
+    return Engine(model, mpu.get_groups(), factory, group_of, [{}], **options)
 
 
 def one_step(engine: Engine) -> None:
@@ -464,7 +448,7 @@ def one_step(engine: Engine) -> None:
     engine.step()
 
 
-def test_an_optimizer_whose_state_is_not_loaded_starts_anew(world, tmp_path):
+def test_an_optimizer_whose_state_is_not_loaded_starts_anew(one_rank, tmp_path):
     """What it has from before does not belong to the weights, nor does what it has from a checkpoint that is damaged."""
     engine = simple_engine()
     one_step(engine)
@@ -482,7 +466,7 @@ def test_an_optimizer_whose_state_is_not_loaded_starts_anew(world, tmp_path):
         assert torch.equal(engine.module[0].weight, want.module[0].weight)
 
 
-def test_after_a_load_that_failed_in_the_middle_only_a_checkpoint_goes_on(world, tmp_path):
+def test_after_a_load_that_failed_in_the_middle_only_a_checkpoint_goes_on(one_rank, tmp_path):
     engine = simple_engine()
     for _ in range(2):
         one_step(engine)
@@ -503,7 +487,7 @@ def test_after_a_load_that_failed_in_the_middle_only_a_checkpoint_goes_on(world,
     engine.save_checkpoint(str(tmp_path), tag="whole")
 
 
-def test_an_engine_without_an_optimizer_goes_on_after_a_load_that_succeeds(world, tmp_path):
+def test_an_engine_without_an_optimizer_goes_on_after_a_load_that_succeeds(one_rank, tmp_path):
     """There are no moments that could still be those of the failure."""
     engine = simple_engine()
     for _ in range(2):
@@ -522,10 +506,10 @@ def test_an_engine_without_an_optimizer_goes_on_after_a_load_that_succeeds(world
 
 
 @pytest.mark.parametrize("module_only", [False, True])
-def test_a_load_amid_an_accumulation_starts_it_anew(world, tmp_path, module_only):
-    groups, model = mpu.initialize_model_parallel(1), nn.Linear(1, 1, bias=False)
-    options = {"gradient_accumulation_steps": 4}
-    engine = Engine(model, groups, lambda g: torch.optim.SGD(g, lr=1.0), *weight_decay_groups(model, 0.0), **options)
+def test_a_load_amid_an_accumulation_starts_it_anew(one_rank, tmp_path, module_only):
+    model, options = nn.Linear(1, 1, bias=False), {"gradient_accumulation_steps": 4}
+    settings = weight_decay_groups(model, 0.0)
+    engine = Engine(model, mpu.get_groups(), lambda g: torch.optim.SGD(g, lr=1.0), *settings, **options)
     engine.save_checkpoint(str(tmp_path))
     before = model.weight.item()
     for micro in range(3 + 4):
@@ -563,7 +547,7 @@ def test_a_rank_that_fails_to_load_stops_all_and_says_so_where_it_sees_another_d
     run_ranks(2, failing_rank_case, str(tmp_path))
 
 
-def test_an_fp32_checkpoint_leaves_the_loss_scale_of_an_fp16_run(world, tmp_path):
+def test_an_fp32_checkpoint_leaves_the_loss_scale_of_an_fp16_run(one_rank, tmp_path):
     engine = simple_engine()
     one_step(engine)
     engine.save_checkpoint(str(tmp_path))
@@ -572,7 +556,7 @@ def test_an_fp32_checkpoint_leaves_the_loss_scale_of_an_fp16_run(world, tmp_path
     assert half.loss_scale() == 65536.0 and half.global_steps == half.optimizer.loss_scale_config.cur_iter == 1
 
 
-def test_what_was_unfrozen_before_the_load_gets_its_moments(world, tmp_path):
+def test_what_was_unfrozen_before_the_load_gets_its_moments(one_rank, tmp_path):
     engine = simple_engine()
     one_step(engine)
     engine.save_checkpoint(str(tmp_path))
@@ -585,7 +569,7 @@ def test_what_was_unfrozen_before_the_load_gets_its_moments(world, tmp_path):
         assert torch.equal(other.module_state_dict()[name], value), name
 
 
-def test_weights_that_were_written_in_place_are_saved(world, tmp_path):
+def test_weights_that_were_written_in_place_are_saved(one_rank, tmp_path):
     engine = simple_engine(torch.bfloat16)
     with torch.no_grad():
         engine.module[0].weight.fill_(3.0)
@@ -615,7 +599,7 @@ class BrainFloatMomentum(torch.optim.Optimizer):
                 p.data -= 0.1 * p.grad
 
 
-def test_states_of_16_bits_and_settings_that_json_has_not(world, tmp_path):
+def test_states_of_16_bits_and_settings_that_json_has_not(one_rank, tmp_path):
     engine = simple_engine(optimizer=BrainFloatMomentum)
     one_step(engine)
     engine.save_checkpoint(str(tmp_path))
@@ -645,7 +629,7 @@ class Adam(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=0.1 * (1 - 0.999 ** state["step"]))
 
 
-def test_a_count_that_is_an_int_stays_one(world, tmp_path):
+def test_a_count_that_is_an_int_stays_one(one_rank, tmp_path):
     engine = simple_engine(optimizer=Adam)
     for _ in range(3):
         one_step(engine)
@@ -666,7 +650,7 @@ def test_a_count_that_is_an_int_stays_one(world, tmp_path):
 
 
 @pytest.mark.parametrize("is_part", [False, True])
-def test_cycled_momentum_continues(world, tmp_path, is_part):
+def test_cycled_momentum_continues(one_rank, tmp_path, is_part):
     def build() -> Engine:
         engine = simple_engine()
         optimizer = engine.optimizer.torch_optimizer
@@ -688,13 +672,10 @@ def test_cycled_momentum_continues(world, tmp_path, is_part):
     assert torch.equal(other.module[0].weight, engine.module[0].weight)
 
 
-def test_momenta_that_the_schedule_does_not_drive_are_those_of_this_run(world, tmp_path):
+def test_momenta_that_the_schedule_does_not_drive_are_those_of_this_run(one_rank, tmp_path):
     def build(betas: tuple[float, float]) -> Engine:
-        model, groups = nn.Linear(3, 3), mpu.get_groups() if mpu.model_parallel_is_initialized() else None
-        groups = groups or mpu.initialize_model_parallel(1)
-        adam = partial(torch.optim.Adam, lr=0.1, betas=betas)
         schedule = partial(AnnealingLR, config=LRScheduleConfig(lr=0.1, warmup=0), train_iters=10)
-        return Engine(model, groups, adam, *weight_decay_groups(model, 0.0), lr_scheduler=schedule)
+        return engine_of(nn.Linear(3, 3), partial(torch.optim.Adam, betas=betas), lr_scheduler=schedule)
 
     engine = build((0.9, 0.999))
     one_step(engine)
@@ -706,13 +687,10 @@ def test_momenta_that_the_schedule_does_not_drive_are_those_of_this_run(world, t
 
 
 def scheduled(schedule) -> Engine:
-    model = nn.Linear(3, 3)
-    settings = weight_decay_groups(model, 0.0)
-    groups = mpu.get_groups() if mpu.model_parallel_is_initialized() else mpu.initialize_model_parallel(1)
-    return Engine(model, groups, lambda g: torch.optim.SGD(g, lr=0.1), *settings, lr_scheduler=schedule)
+    return engine_of(nn.Linear(3, 3), lr_scheduler=schedule)
 
 
-def test_a_schedule_of_another_kind_is_refused_by_torchs_too(world, tmp_path):
+def test_a_schedule_of_another_kind_is_refused_by_torchs_too(one_rank, tmp_path):
     """`load_state_dict` of torch's takes whatever it gets, and would begin anew."""
     engine = scheduled(partial(AnnealingLR, config=LRScheduleConfig(lr=0.1), train_iters=10))
     one_step(engine)
@@ -725,7 +703,7 @@ def test_a_schedule_of_another_kind_is_refused_by_torchs_too(world, tmp_path):
     other.load_checkpoint(str(tmp_path), load_lr_scheduler_states=False)
 
 
-def test_a_schedule_on_one_side_only_is_told(world, tmp_path, caplog):
+def test_a_schedule_on_one_side_only_is_told(one_rank, tmp_path, caplog):
     for tag, schedule in (("without", None), ("with", Scheduler)):
         engine = scheduled(schedule)
         one_step(engine)
