@@ -161,10 +161,7 @@ def test_a_small_file_that_a_disk_does_not_give_is_told_with_its_name(world, tmp
 
 def test_what_need_not_be_damage_ends_a_load_with_fallback(one_rank, tmp_path, monkeypatch):
     """Going back would lose what was trained since, and the next saves would delete it."""
-    engine, errors = simple_engine(), []
-    for _ in range(2):
-        one_step(engine)
-        engine.save_checkpoint(str(tmp_path))
+    engine, errors = saved_at_each_step(tmp_path), []
     read_block = CheckedFile._read_block
 
     def fail_once(file, *args):
@@ -183,20 +180,14 @@ def test_what_need_not_be_damage_ends_a_load_with_fallback(one_rank, tmp_path, m
 
 @pytest.mark.parametrize("name", ["latest", "index.json", "rank_00000.safetensors"])
 def test_what_cannot_be_looked_at_now_is_not_taken_for_missing(one_rank, tmp_path, make_stale, name):
-    engine = simple_engine()
-    for _ in range(2):
-        one_step(engine)
-        engine.save_checkpoint(str(tmp_path))
+    engine = saved_at_each_step(tmp_path)
     make_stale(name)
     with pytest.raises(OSError, match=f"Stale file handle: '.*{name}'"):
         engine.load_checkpoint(str(tmp_path), fallback=True)
 
 
 def test_a_checkpoint_that_cannot_be_looked_at_now_is_not_passed_over(one_rank, tmp_path, make_stale):
-    engine = simple_engine()
-    for _ in range(3):
-        one_step(engine)
-        engine.save_checkpoint(str(tmp_path))
+    engine = saved_at_each_step(tmp_path, 3)
     flip(tmp_path / "global_step3" / "rank_00000.safetensors", -1)
     make_stale("global_step2/index.json")
     with pytest.raises(OSError, match="Stale file handle: '.*global_step2/index.json'"):
@@ -448,6 +439,14 @@ def one_step(engine: Engine) -> None:
     engine.step()
 
 
+def saved_at_each_step(directory: Path, steps: int = 2) -> Engine:
+    engine = simple_engine()
+    for _ in range(steps):
+        one_step(engine)
+        engine.save_checkpoint(str(directory))
+    return engine
+
+
 def test_an_optimizer_whose_state_is_not_loaded_starts_anew(one_rank, tmp_path):
     """What it has from before does not belong to the weights, nor does what it has from a checkpoint that is damaged."""
     engine = simple_engine()
@@ -467,10 +466,7 @@ def test_an_optimizer_whose_state_is_not_loaded_starts_anew(one_rank, tmp_path):
 
 
 def test_after_a_load_that_failed_in_the_middle_only_a_checkpoint_goes_on(one_rank, tmp_path):
-    engine = simple_engine()
-    for _ in range(2):
-        one_step(engine)
-        engine.save_checkpoint(str(tmp_path))
+    engine = saved_at_each_step(tmp_path)
     with pytest.raises(FileNotFoundError):
         engine.load_checkpoint(str(tmp_path), "global_step7")
     one_step(engine)  # as nothing has been overwritten
@@ -489,10 +485,7 @@ def test_after_a_load_that_failed_in_the_middle_only_a_checkpoint_goes_on(one_ra
 
 def test_an_engine_without_an_optimizer_goes_on_after_a_load_that_succeeds(one_rank, tmp_path):
     """There are no moments that could still be those of the failure."""
-    engine = simple_engine()
-    for _ in range(2):
-        one_step(engine)
-        engine.save_checkpoint(str(tmp_path))
+    engine = saved_at_each_step(tmp_path)
     flip(tmp_path / "global_step2" / "rank_00000.safetensors", -100)
     model = nn.Sequential(*engine.module)
     engine.destroy()
@@ -548,18 +541,14 @@ def test_a_rank_that_fails_to_load_stops_all_and_says_so_where_it_sees_another_d
 
 
 def test_an_fp32_checkpoint_leaves_the_loss_scale_of_an_fp16_run(one_rank, tmp_path):
-    engine = simple_engine()
-    one_step(engine)
-    engine.save_checkpoint(str(tmp_path))
+    saved_at_each_step(tmp_path, 1)
     half = simple_engine(torch.float16, LossScaler(scale=65536.0, dynamic=True))
     half.load_checkpoint(str(tmp_path))
     assert half.loss_scale() == 65536.0 and half.global_steps == half.optimizer.loss_scale_config.cur_iter == 1
 
 
 def test_what_was_unfrozen_before_the_load_gets_its_moments(one_rank, tmp_path):
-    engine = simple_engine()
-    one_step(engine)
-    engine.save_checkpoint(str(tmp_path))
+    engine = saved_at_each_step(tmp_path, 1)
     other = simple_engine(frozen=True)
     other.module[0].requires_grad_(True)
     other.load_checkpoint(str(tmp_path))
