@@ -6,7 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from megazero import mpu
 from megazero.model.state_dict import slice_full
@@ -76,6 +76,13 @@ def randomize(module: nn.Module, seed: int = 0) -> None:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
             if "layernorm.weight" in name:
                 parameter.add_(1.0)
+
+
+def random_state(config) -> dict[str, Tensor]:
+    """The whole state dictionary of a model with the numbers of `randomize`."""
+    plain = PlainGPT2(config)
+    randomize(plain)
+    return plain.state_dict()
 
 
 def load_same(model: nn.Module, plain: nn.Module) -> None:

@@ -14,7 +14,7 @@ from megazero.model.huggingface import (
     to_huggingface,
 )
 from megazero.model.state_dict import merge_full, slice_full
-from tests.model.plain_gpt2 import PlainGPT2, random_tokens, randomize
+from tests.model.plain_gpt2 import random_state, random_tokens, randomize
 from tests.ranks import run_ranks
 
 CONFIG = GPT2Config(
@@ -28,12 +28,6 @@ CONFIG = GPT2Config(
     attention_dropout=0.0,
     hidden_dropout=0.0,
 )
-
-
-def full_state():
-    plain = PlainGPT2(CONFIG)
-    randomize(plain)
-    return plain.state_dict()
 
 
 def arrays(tensors):
@@ -84,7 +78,7 @@ def test_logits_loss_and_gradients_equal_transformers(world_size):
 
 
 def test_round_trip_is_bitwise_and_keeps_the_tie():
-    full = full_state()
+    full = random_state(CONFIG)
     theirs = to_huggingface(full, CONFIG)
     assert theirs["lm_head.weight"] is theirs["transformer.wte.weight"]
     assert theirs["transformer.h.1.mlp.c_fc.weight"].shape == (24, 40)
@@ -93,7 +87,7 @@ def test_round_trip_is_bitwise_and_keeps_the_tie():
 
 
 def test_prefix_head_and_mask_buffers_are_optional():
-    full = full_state()
+    full = random_state(CONFIG)
     theirs = {k.removeprefix("transformer."): v for k, v in to_huggingface(full, CONFIG).items()}
     del theirs["lm_head.weight"]
     theirs["h.0.attn.bias"] = torch.ones(1, 1, 11, 11)
@@ -103,24 +97,24 @@ def test_prefix_head_and_mask_buffers_are_optional():
 
 
 def test_missing_and_unknown_names_are_listed():
-    theirs = to_huggingface(full_state(), CONFIG)
+    theirs = to_huggingface(random_state(CONFIG), CONFIG)
     del theirs["transformer.h.1.ln_2.bias"], theirs["transformer.wpe.weight"]
     theirs["transformer.h.2.ln_1.weight"] = torch.ones(24)
     with pytest.raises(ValueError, match=r"missing h\.1\.ln_2\.bias, wpe\.weight; unknown h\.2\.ln_1\.weight"):
         from_huggingface(theirs, CONFIG)
     with pytest.raises(ValueError, match="missing word_embeddings.weight"):
-        to_huggingface({k: v for k, v in full_state().items() if k != "word_embeddings.weight"}, CONFIG)
+        to_huggingface({k: v for k, v in random_state(CONFIG).items() if k != "word_embeddings.weight"}, CONFIG)
 
 
 def test_other_sizes_name_parameter_found_and_expected():
-    theirs = to_huggingface(full_state(), CONFIG)
+    theirs = to_huggingface(random_state(CONFIG), CONFIG)
     theirs["transformer.h.0.mlp.c_fc.weight"] = torch.zeros(24, 96)
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.dense_h_to_4h\.weight has \[96, 24\], expected \[40, 24\]"):
         from_huggingface(theirs, CONFIG)
 
 
 def test_a_head_of_its_own_is_refused():
-    theirs = to_huggingface(full_state(), CONFIG)
+    theirs = to_huggingface(random_state(CONFIG), CONFIG)
     theirs["lm_head.weight"] = theirs["lm_head.weight"] + 1
     with pytest.raises(ValueError, match="lm_head.weight differs"):
         from_huggingface(theirs, CONFIG)

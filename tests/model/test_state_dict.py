@@ -7,7 +7,7 @@ from megazero import mpu
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.state_dict import merge_full, slice_full
-from tests.model.plain_gpt2 import PlainGPT2, randomize
+from tests.model.plain_gpt2 import random_state
 from tests.ranks import run_ranks
 
 CONFIG = GPT2Config(
@@ -20,15 +20,9 @@ CONFIG = GPT2Config(
 )
 
 
-def full_state():
-    plain = PlainGPT2(CONFIG)
-    randomize(plain)
-    return plain.state_dict()
-
-
 def round_trip_case():
     groups = mpu.initialize_model_parallel(torch.distributed.get_world_size())
-    model, full = GPT2Model(CONFIG), full_state()
+    model, full = GPT2Model(CONFIG), random_state(CONFIG)
     mine = slice_full(full, model, groups.model_parallel_rank, groups.model_parallel_size)
     model.load_state_dict(mine, strict=True)
     merged = merge_full(dict(model.named_parameters()), mpu.partitions(model), groups.model)
@@ -42,7 +36,7 @@ def test_slices_merge_to_the_full_state_dict_bitwise(world_size):
 
 
 def test_missing_and_unknown_names_are_listed(one_rank):
-    full = full_state()
+    full = random_state(CONFIG)
     full["h.0.ln_1.weight"] = full.pop("transformer.layers.0.input_layernorm.weight")
     with pytest.raises(ValueError) as error:
         slice_full(full, GPT2Model(CONFIG, device="meta"), 0, 1)
@@ -52,7 +46,7 @@ def test_missing_and_unknown_names_are_listed(one_rank):
 
 @pytest.mark.parametrize("name", ["word_embeddings.weight", "transformer.layers.0.mlp.dense_4h_to_h.weight"])
 def test_a_wrong_shape_names_parameter_found_and_expected(one_rank, name):
-    full = full_state()
+    full = random_state(CONFIG)
     expected = list(full[name].shape)
     full[name] = full[name][:-1]
     with pytest.raises(ValueError) as error:

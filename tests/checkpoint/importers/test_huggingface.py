@@ -16,7 +16,7 @@ from megazero.checkpoint.importers.huggingface import read_huggingface
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.huggingface import config_to_huggingface, to_huggingface
-from tests.model.plain_gpt2 import PlainGPT2, random_tokens, randomize
+from tests.model.plain_gpt2 import random_state, random_tokens, randomize
 from tests.vocabularies import make_gpt2_vocabulary
 
 CONFIG = GPT2Config(
@@ -33,9 +33,7 @@ CONFIG = GPT2Config(
 
 @pytest.fixture
 def full():
-    plain = PlainGPT2(CONFIG)
-    randomize(plain)
-    return plain.state_dict()
+    return random_state(CONFIG)
 
 
 @pytest.fixture
