@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -81,15 +82,21 @@ def test_a_process_that_ends_deletes_first_and_one_that_dies_leaves_it_to_who_cl
         engine.saver.close()
 
 
-def test_two_jobs_on_one_directory_are_detected(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "PATIENCE_S", 0.3)
+def claimed_by_another(directory: Path) -> subprocess.Popen:
+    """A process that has claimed the directory, and ends with its input."""
     code = (
         "import sys; from megazero.checkpoint.folder import CheckpointFolder; folder = CheckpointFolder(sys.argv[1]); "
-        "folder.claim(); print(flush=True); input()"
+        "folder.claim(); print(flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    claimed = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes)
-    assert claimed.stdout.readline()
+    process = subprocess.Popen([sys.executable, "-c", code, str(directory)], **pipes)
+    assert process.stdout.readline()
+    return process
+
+
+def test_two_jobs_on_one_directory_are_detected(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "PATIENCE_S", 0.3)
+    claimed = claimed_by_another(tmp_path)
     engine = make_engine(1)
     with pytest.raises(folder.DirectoryInUseError, match=rf"another job \(process {claimed.pid} on .*another --save"):
         engine.saver.claim(str(tmp_path))
@@ -100,13 +107,7 @@ def test_two_jobs_on_one_directory_are_detected(world, tmp_path, monkeypatch):
 
 def test_a_job_that_is_started_while_the_last_one_dies_waits_for_its_end(tmp_path, caplog, monkeypatch):
     caplog.set_level("INFO", logger="megazero")
-    code = (
-        "import sys; from megazero.checkpoint.folder import CheckpointFolder; "
-        "CheckpointFolder(sys.argv[1]).claim(); print(flush=True); sys.stdin.read()"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    dying = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes)
-    assert dying.stdout.readline()
+    dying = claimed_by_another(tmp_path)
 
     def sleep(seconds: float) -> None:  # it dies when it is waited for
         dying.stdin.close()

@@ -319,6 +319,15 @@ MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 AS_IT_WAS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "PYTORCH_ALLOC_CONF")
 
 
+def play_rank_on_two_gpus(monkeypatch, rank: int, local_rank: int, world_size: int) -> None:
+    played = {"is_available": lambda: True, "device_count": lambda: 2, "current_device": lambda: local_rank % 2}
+    for name, value in {**played, "set_device": lambda _: None}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    ranks = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
+    for name, value in {**ranks, **MEETING, **dict.fromkeys(AS_IT_WAS, "as it was")}.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -331,13 +340,7 @@ def test_more_ranks_than_gpus_over_nccl_are_told_what_to_change(monkeypatch, sai
     def init(*_, **__):
         raise dist.DistBackendError(f"...\nLast error:\n{said}")
 
-    played = {"is_available": lambda: True, "device_count": lambda: 2, "current_device": lambda: 0}
-    for name, value in {**played, "set_device": lambda _: None}.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    for name, value in {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", **MEETING}.items():
-        monkeypatch.setenv(name, value)
-    for name in AS_IT_WAS:
-        monkeypatch.setenv(name, "as it was")
+    play_rank_on_two_gpus(monkeypatch, rank=2, local_rank=2, world_size=4)
     monkeypatch.setattr(dist, "init_process_group", init)
     with pytest.raises(
         ValueError, match="rank 2: another rank has the same GPU, cuda:0.*as it has GPUs, of which 2 are"
@@ -348,13 +351,7 @@ def test_more_ranks_than_gpus_over_nccl_are_told_what_to_change(monkeypatch, sai
 @pytest.mark.parametrize(("world_size", "bound"), [(1, None), (2, torch.device("cuda", 1))])
 def test_a_world_over_nccl_is_bound_to_devices_unless_it_is_one_rank(monkeypatch, world_size, bound):
     seen = []
-    played = {"is_available": lambda: True, "device_count": lambda: 2, "current_device": lambda: 1}
-    for name, value in {**played, "set_device": lambda _: None}.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    for name, value in {"RANK": "0", "WORLD_SIZE": str(world_size), "LOCAL_RANK": "1", **MEETING}.items():
-        monkeypatch.setenv(name, value)
-    for name in AS_IT_WAS:
-        monkeypatch.setenv(name, "as it was")
+    play_rank_on_two_gpus(monkeypatch, rank=0, local_rank=1, world_size=world_size)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: seen.append((backend, how["device_id"])))
     comm.init_distributed()
     assert seen == [("nccl", bound)]

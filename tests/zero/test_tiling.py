@@ -16,11 +16,11 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from megazero import comm, mpu, zero
 from megazero.engine import Engine
 from megazero.zero import TiledLinear, TiledLinearReturnBias
-from megazero.zero.units import find_units
 from tests.model.test_sequence_parallel import Counter
 from tests.ranks import run_ranks
 from tests.zero.models import STEPS, Toy, make_engine, my_batch, one_step, run
 from tests.zero.test_memory import check_peak, sampled
+from tests.zero.test_units import names_of_units
 
 SPLITS = [(1, 1), (2, 1), (1, 3), (3, 2), (5, 7), (7, 11)]  # of 7 inputs and 11 outputs
 where = {"dtype": torch.float64}
@@ -362,17 +362,13 @@ def test_tiles_are_units_in_their_order_wherever_they_lie():
             self.first, self.tiled, self.act = nn.Linear(2, 2), TiledLinear(4, 4, out_splits=2), nn.GELU()
             self.many = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
 
-    def names(model: nn.Module) -> list[str]:
-        of = {module: name for name, module in model.named_modules()}
-        return [of[unit] for unit in find_units(model)]
-
     parts = ["first", "tiled.linears.0.0", "tiled.linears.1.0", "many.0", "many.1"]
-    assert names(nn.ModuleList([Inner(), nn.Linear(2, 2)])) == [*(f"0.{part}" for part in parts), "1"]
-    assert names(nn.Sequential(nn.Tanh(), Inner())) == [f"1.{part}" for part in parts]
-    assert names(Inner()) == ["tiled.linears.0.0", "tiled.linears.1.0", "many.0", "many.1"]
-    assert names(nn.ModuleList([TiledLinear(4, 4, in_splits=2)])) == ["0.linears.0.0", "0.linears.0.1"]
+    assert names_of_units(nn.ModuleList([Inner(), nn.Linear(2, 2)])) == [*(f"0.{part}" for part in parts), "1"]
+    assert names_of_units(nn.Sequential(nn.Tanh(), Inner())) == [f"1.{part}" for part in parts]
+    assert names_of_units(Inner()) == ["tiled.linears.0.0", "tiled.linears.1.0", "many.0", "many.1"]
+    assert names_of_units(nn.ModuleList([TiledLinear(4, 4, in_splits=2)])) == ["0.linears.0.0", "0.linears.0.1"]
     pair = nn.ModuleList([TiledLinear(4, 4, out_splits=2, linear_cls=TiledLinear, in_splits=1)])
-    assert names(pair) == ["0.linears.0.0.linears.0.0", "0.linears.1.0.linears.0.0"]
+    assert names_of_units(pair) == ["0.linears.0.0.linears.0.0", "0.linears.1.0.linears.0.0"]
 
 
 def parts_of(trace: dict[str, Tensor], name: str) -> Tensor:
