@@ -44,15 +44,22 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture
-def one_rank() -> Iterator[None]:
-    """torch.distributed and mpu initialised with one rank; torn down afterwards."""
+def own_world() -> Iterator[None]:
+    """The test initialises torch.distributed and mpu itself; they are torn down afterwards."""
+    from megazero import mpu
+
+    yield
+    mpu.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def one_rank(own_world: None) -> None:
+    """torch.distributed and mpu initialised with one rank."""
     from megazero import comm, mpu
 
     comm.init_distributed("gloo")
     mpu.initialize_model_parallel(1)
-    yield
-    mpu.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ import torch
 import evaluate_gpt2
 import generate_samples
 import pretrain_gpt2
-from megazero import mpu
 from megazero.checkpoint.config import CheckpointConfig
 from megazero.checkpoint.folder import CheckpointFolder
 from megazero.inference import load_model
@@ -257,7 +256,7 @@ def test_a_stride_follows_a_short_window_and_one_that_does_not_fit_is_refused_be
 
 
 @pytest.mark.parametrize("flag, precision", [("--tf32", "high"), ("--no-tf32", "highest")])
-def test_a_model_in_use_rounds_to_tf32_where_it_is_asked_to(whole, monkeypatch, caplog, flag, precision):
+def test_a_model_in_use_rounds_to_tf32_where_it_is_asked_to(own_world, whole, monkeypatch, caplog, flag, precision):
     monkeypatch.setattr("sys.argv", ["generate_samples.py", "--load", str(whole), "--prompt", "the", flag])
     request = generate_samples.check(1)
     try:
@@ -265,8 +264,6 @@ def test_a_model_in_use_rounds_to_tf32_where_it_is_asked_to(whole, monkeypatch, 
         assert torch.get_float32_matmul_precision() == precision
         assert not torch.backends.cuda.cudnn_sdp_enabled(), "it would compile a graph for each token"
     finally:
-        mpu.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
         torch.set_float32_matmul_precision("highest")
         torch.backends.cuda.enable_cudnn_sdp(True)
     said = flag == "--tf32" and not torch.cuda.is_available()

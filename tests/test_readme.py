@@ -10,7 +10,6 @@ from typing import get_type_hints
 
 import torch
 
-from megazero import mpu
 from megazero.arguments import config_of, make_parser, parse
 from megazero.config import Config
 from megazero.plan import Setup, plan_job
@@ -22,22 +21,18 @@ DOCS = README.parent / "docs"
 ZERO = DOCS / "zero.md"
 
 
-def test_the_library_example_runs_and_changes_the_weights():
+def test_the_library_example_runs_and_changes_the_weights(own_world):
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     names: dict = {}
-    try:
-        exec(
-            compile(
-                code.replace("engine.step()", "before = model.word_embeddings.weight.clone(); engine.step()"),
-                "README",
-                "exec",
-            ),
-            names,
-        )
-        assert not torch.equal(names["before"], names["model"].word_embeddings.weight)
-    finally:
-        mpu.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+    exec(
+        compile(
+            code.replace("engine.step()", "before = model.word_embeddings.weight.clone(); engine.step()"),
+            "README",
+            "exec",
+        ),
+        names,
+    )
+    assert not torch.equal(names["before"], names["model"].word_embeddings.weight)
 
 
 def library_example_case() -> tuple[list, list]:
@@ -52,47 +47,35 @@ def test_the_library_example_trains_on_other_data_on_each_rank():
     assert tokens != other_tokens and weight == other_weight
 
 
-def test_the_zero_tutorial_runs_from_top_to_bottom():
+def test_the_zero_tutorial_runs_from_top_to_bottom(own_world):
     names: dict = {}
-    try:
-        for code in re.findall(r"```python\n(.*?)```", ZERO.read_text(), re.DOTALL):
-            exec(compile(code, "docs/zero.md", "exec"), names)
-        assert names["engine"].zero_optimization_stage() == 3
-        assert names["grad"].shape == names["moment"].shape == (10, 32) and names["grad"].abs().max() > 0
-        assert names["master"].count_nonzero() > 0, "the step has moved the weights away from zero"
-        assert torch.equal(names["state"]["head.weight"], names["master"].cpu())
-    finally:
-        mpu.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+    for code in re.findall(r"```python\n(.*?)```", ZERO.read_text(), re.DOTALL):
+        exec(compile(code, "docs/zero.md", "exec"), names)
+    assert names["engine"].zero_optimization_stage() == 3
+    assert names["grad"].shape == names["moment"].shape == (10, 32) and names["grad"].abs().max() > 0
+    assert names["master"].count_nonzero() > 0, "the step has moved the weights away from zero"
+    assert torch.equal(names["state"]["head.weight"], names["master"].cpu())
 
 
-def test_the_example_of_a_model_that_no_memory_holds_trains(tmp_path):
+def test_the_example_of_a_model_that_no_memory_holds_trains(own_world, tmp_path):
     """After the ZeRO tutorial's `Net`, with another directory."""
     (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "offload.md").read_text(), re.DOTALL)
     net = re.findall(r"```python\n(.*?)```", ZERO.read_text(), re.DOTALL)[0].split("torch.manual_seed")[0]
     names: dict = {}
-    try:
-        exec(compile(net + code.replace("/local_nvme", str(tmp_path)), "docs/offload.md", "exec"), names)
-        engine = names["engine"]
-        engine.backward(engine(torch.ones(1, 32)).square().mean())
-        engine.step()
-        assert engine.global_steps == 1
-    finally:
-        mpu.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+    exec(compile(net + code.replace("/local_nvme", str(tmp_path)), "docs/offload.md", "exec"), names)
+    engine = names["engine"]
+    engine.backward(engine(torch.ones(1, 32)).square().mean())
+    engine.step()
+    assert engine.global_steps == 1
 
 
-def test_the_plan_on_the_page_about_memory_gives_the_table_below_it():
+def test_the_plan_on_the_page_about_memory_gives_the_table_below_it(own_world):
     page = (DOCS / "memory.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict = {}
-    try:
-        exec(compile(code, "docs/memory.md", "exec"), names)
-        for name, planned in names["rows"][1:]:
-            assert re.search(rf"^ +{re.escape(name)} +{re.escape(planned.split('  ')[0].strip())}\b", page, re.M), name
-    finally:
-        mpu.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+    exec(compile(code, "docs/memory.md", "exec"), names)
+    for name, planned in names["rows"][1:]:
+        assert re.search(rf"^ +{re.escape(name)} +{re.escape(planned.split('  ')[0].strip())}\b", page, re.M), name
 
 
 def test_the_example_on_the_page_about_planning_is_what_the_command_prints(capsys, monkeypatch):

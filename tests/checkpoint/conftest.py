@@ -5,18 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from megazero import comm, mpu
+from megazero import comm
 from tests.checkpoint.checkpoints import make
 
 
 @pytest.fixture
-def world():
+def world(own_world):
     comm.init_distributed("gloo")
-    yield
-    mpu.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -7,21 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
-
-from megazero import mpu
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "coming_from_other_systems.md"
 
 
-@pytest.fixture
-def no_world():
-    yield
-    mpu.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
-
-
-def test_the_programs_of_the_document_run_from_top_to_bottom(no_world):
+def test_the_programs_of_the_document_run_from_top_to_bottom(own_world):
     names: dict = {}
     for code in re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL):
         exec(compile(code, DOCUMENT.name, "exec"), names)
@@ -34,7 +24,7 @@ def test_the_programs_of_the_document_run_from_top_to_bottom(no_world):
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="there is no transformers")
-def test_the_tutorial_of_colossalai_learns_with_the_flags_that_it_advises_for_a_laptop(no_world):
+def test_the_tutorial_of_colossalai_learns_with_the_flags_that_it_advises_for_a_laptop(own_world):
     from examples import colossalai_gpt2
 
     flags = re.search(r"python examples/colossalai_gpt2.py (.*?) +#", colossalai_gpt2.__doc__)[1].split()

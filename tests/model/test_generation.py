@@ -133,13 +133,11 @@ def test_generation_leaves_mode_and_random_streams_alone(one_rank_model):
 
 
 @pytest.fixture
-def one_rank_model():
+def one_rank_model(own_world):
     from megazero import comm
 
     comm.init_distributed("gloo")
-    yield same_model()
-    mpu.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
+    return same_model()
 
 
 def test_top_k_keeps_the_k_likeliest():

@@ -148,35 +148,31 @@ TILES = {"memory_centric_tiled_linear": True, "tile_factor": 2}
 @pytest.mark.parametrize("model", [{}, TILES, {**TILES, "checkpoint_activations": True}], ids=["", "tiles", "again"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("stage, zero", list(zip((0, 1, 2, 3, 1, 2, 3, 3, 3, 3, 1, 2), ZERO, strict=True)))
-def test_planned_traffic_is_what_the_engine_sends(stage, zero, optimizer, model, monkeypatch):
+def test_planned_traffic_is_what_the_engine_sends(own_world, stage, zero, optimizer, model, monkeypatch):
     monkeypatch.setattr(comm.Channel, "compare_first", lambda _: None)  # there is nobody to compare with
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
-        mpu.initialize_model_parallel(1)
-        mpu.model_parallel_cuda_manual_seed(1)
-        sizes = {"num_layers": 3, "hidden_size": 32, "vocab_size": 100, "max_position_embeddings": 8}
-        config = replace(TUTORIAL, **sizes, **model)
-        options = {"zero": {**SHARING, **zero}, "gradient_accumulation_steps": 2, "optimizer": optimizer}
-        engine = make_engine(GPT2Model(config), stage, **options)
-        engine.channel.reset_traffic()
-        ids = torch.zeros(2, 8, dtype=torch.int64)
-        for _ in range(2):
-            engine.backward(engine(ids, targets=ids).mean())
-            engine.step()
-        sent = sum(kind.elements for kind in engine.channel.traffic.values())
-        uses_muon = optimizer == "muon"
-        plan = plan_job(
-            setup(config, stage, 4, micro_batches=2).changed(**zero, optimizer="muon" if uses_muon else "adamw")
-        )
-        # Which tiles are there already when they are recomputed is planned for the engine's own limits only.
-        is_exact = "checkpoint_activations" not in model or set(zero) <= {"shard_size"}
-        assert sent == pytest.approx(plan.traffic.data_parallel_elements, rel=0 if is_exact else 0.05)
-        reduced = engine.channel.traffic["reduce_scatter"].elements if "shard_size" in zero else 0
-        between = plan.traffic.between_sets
-        assert between == 4 * reduced // 2 or uses_muon, "with 2 sets of 2 half of a reduction in fp32"
-    finally:
-        mpu.destroy_model_parallel()
-        dist.destroy_process_group()
+    mpu.initialize_model_parallel(1)
+    mpu.model_parallel_cuda_manual_seed(1)
+    sizes = {"num_layers": 3, "hidden_size": 32, "vocab_size": 100, "max_position_embeddings": 8}
+    config = replace(TUTORIAL, **sizes, **model)
+    options = {"zero": {**SHARING, **zero}, "gradient_accumulation_steps": 2, "optimizer": optimizer}
+    engine = make_engine(GPT2Model(config), stage, **options)
+    engine.channel.reset_traffic()
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    for _ in range(2):
+        engine.backward(engine(ids, targets=ids).mean())
+        engine.step()
+    sent = sum(kind.elements for kind in engine.channel.traffic.values())
+    uses_muon = optimizer == "muon"
+    plan = plan_job(
+        setup(config, stage, 4, micro_batches=2).changed(**zero, optimizer="muon" if uses_muon else "adamw")
+    )
+    # Which tiles are there already when they are recomputed is planned for the engine's own limits only.
+    is_exact = "checkpoint_activations" not in model or set(zero) <= {"shard_size"}
+    assert sent == pytest.approx(plan.traffic.data_parallel_elements, rel=0 if is_exact else 0.05)
+    reduced = engine.channel.traffic["reduce_scatter"].elements if "shard_size" in zero else 0
+    between = plan.traffic.between_sets
+    assert between == 4 * reduced // 2 or uses_muon, "with 2 sets of 2 half of a reduction in fp32"
 
 
 def test_traffic_of_offloaded_states():

@@ -21,16 +21,14 @@ STAGES = (0, 1, 2, 3)
 
 
 @pytest.fixture(params=[1, 8, 64, 1024])
-def fake_world(request, monkeypatch):
+def fake_world(own_world, request, monkeypatch):
     """This process is rank 0 of many. Collectives of the fake backend leave buffers alone, and gather copies of this rank's."""
     monkeypatch.setattr(comm.Channel, "meet", lambda channel, what: None)  # the fake backend has no store
     monkeypatch.setattr(comm.Channel, "compare_first", lambda _: None)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
     mpu.initialize_model_parallel(1)
     mpu.model_parallel_cuda_manual_seed(1)
-    yield request.param
-    mpu.destroy_model_parallel()
-    dist.destroy_process_group()
+    return request.param
 
 
 @pytest.mark.parametrize(
