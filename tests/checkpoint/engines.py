@@ -24,11 +24,17 @@ class Net(nn.Module):
         return self.norm(self.down(torch.tanh(self.up(self.embedding(tokens))))).square().mean()
 
 
+def engine_of(
+    model: nn.Module, make_optimizer=torch.optim.SGD, *, lr: float = 0.1, decay: float = 0.0, **options
+) -> Engine:
+    settings = weight_decay_groups(model, decay)
+    return Engine(model, mpu.get_groups(), lambda g: make_optimizer(g, lr=lr), *settings, **options)
+
+
 def make_engine(size: int, seed: int = 0) -> Engine:
-    groups = mpu.initialize_model_parallel(size)
+    mpu.initialize_model_parallel(size)
     mpu.model_parallel_cuda_manual_seed(seed)
-    model = Net()
-    return Engine(model, groups, lambda g: torch.optim.AdamW(g, lr=0.05), *weight_decay_groups(model, 0.1))
+    return engine_of(Net(), torch.optim.AdamW, lr=0.05, decay=0.1)
 
 
 def train(engine: Engine, steps: int) -> list[float]:

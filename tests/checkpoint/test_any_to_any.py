@@ -15,9 +15,10 @@ from megazero.checkpoint import tensor_file
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import CheckedFile
-from megazero.engine import Engine, weight_decay_groups
+from megazero.engine import Engine
 from megazero.zero import ZeroConfig
 from tests.checkpoint.checkpoints import make, tensors
+from tests.checkpoint.engines import engine_of
 from tests.ranks import run_ranks
 from tests.zero.models import one_step
 
@@ -62,14 +63,10 @@ class Net(nn.Module):
 def make_engine(size: int, stage: int, dtype: torch.dtype | None = None, seed: int = 0) -> Engine:
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
-    groups = mpu.initialize_model_parallel(size)
+    mpu.initialize_model_parallel(size)
     mpu.model_parallel_cuda_manual_seed(seed)
     torch.manual_seed(seed)
-    model = Net()
-    settings = weight_decay_groups(model, 0.1)
-    return Engine(
-        model, groups, lambda g: torch.optim.AdamW(g, lr=0.02), *settings, zero=ZeroConfig(stage=stage), dtype=dtype
-    )
+    return engine_of(Net(), torch.optim.AdamW, lr=0.02, decay=0.1, zero=ZeroConfig(stage=stage), dtype=dtype)
 
 
 def train(engine: Engine, steps: int) -> list[float]:
@@ -187,11 +184,8 @@ class Wide(nn.Module):
 
 
 def wide_engine(stage: int, **sizes: int) -> Engine:
-    groups = mpu.initialize_model_parallel(1)
-    model = Wide(**sizes)
-    return Engine(
-        model, groups, lambda g: torch.optim.AdamW(g), *weight_decay_groups(model, 0.1), zero=ZeroConfig(stage=stage)
-    )
+    mpu.initialize_model_parallel(1)
+    return engine_of(Wide(**sizes), torch.optim.AdamW, lr=1e-3, decay=0.1, zero=ZeroConfig(stage=stage))
 
 
 def save_wide(directory: str) -> None:

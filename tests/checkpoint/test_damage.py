@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from megazero.checkpoint import tensor_file
 from megazero.checkpoint.format import CheckpointError, index_bytes
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tags import latest_tag
-from megazero.engine import Engine, weight_decay_groups
+from megazero.engine import Engine
 from megazero.optim.lr_schedule import AnnealingLR, LRScheduleConfig
 from megazero.zero import ZeroConfig
+from tests.checkpoint.engines import engine_of
 from tests.ranks import run_ranks
 from tests.traced import traced_peak
 
@@ -51,18 +53,11 @@ class Net(nn.Module):
 
 
 def make_engine(stage: int = 1) -> Engine:
-    groups = mpu.initialize_model_parallel(1)
+    mpu.initialize_model_parallel(1)
     torch.manual_seed(0)
-    model = Net()
-    settings = weight_decay_groups(model, 0.1)
-    return Engine(
-        model,
-        groups,
-        lambda settings: torch.optim.AdamW(settings, lr=0.02),
-        *settings,
-        zero=ZeroConfig(stage=stage),
-        lr_scheduler=lambda optimizer: AnnealingLR(optimizer, LRScheduleConfig(lr=0.02), 10),
-    )
+    schedule = partial(AnnealingLR, config=LRScheduleConfig(lr=0.02), train_iters=10)
+    options = {"zero": ZeroConfig(stage=stage), "lr_scheduler": schedule}
+    return engine_of(Net(), torch.optim.AdamW, lr=0.02, decay=0.1, **options)
 
 
 def digest(engine: Engine) -> int:

@@ -29,8 +29,9 @@ from megazero import comm, mpu
 from megazero.checkpoint.commands.verify import verify
 from megazero.checkpoint.tags import latest_tag, list_tags
 from megazero.checkpoint.tensor_file import ChecksummedStream
-from megazero.engine import Engine, weight_decay_groups
+from megazero.engine import Engine
 from megazero.zero import ZeroConfig
+from tests.checkpoint.engines import engine_of
 from tests.ranks import _context, run_ranks
 from tests.test_training import start_job
 from tests.tiny import TINY_MODEL, make_corpus, run_job
@@ -74,13 +75,10 @@ class Kill:
 
 
 def make_engine(layout: Layout) -> Engine:
-    groups = mpu.initialize_model_parallel(layout.model_parallel_size)
+    mpu.initialize_model_parallel(layout.model_parallel_size)
     mpu.model_parallel_cuda_manual_seed(0)
     torch.manual_seed(0)
-    model = Net()
-    settings = weight_decay_groups(model, 0.1)
-    zero = ZeroConfig(stage=layout.stage)
-    return Engine(model, groups, lambda g: torch.optim.AdamW(g, lr=0.02), *settings, zero=zero)
+    return engine_of(Net(), torch.optim.AdamW, lr=0.02, decay=0.1, zero=ZeroConfig(stage=layout.stage))
 
 
 def train(engine: Engine, layout: Layout, directory: str, die: Any) -> None:

@@ -26,20 +26,15 @@ from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tags import latest_tag
 from megazero.checkpoint.tensor_file import CheckedFile, naming
-from megazero.engine import Engine, weight_decay_groups
+from megazero.engine import Engine
 from megazero.ops.adam import CPUAdam, FusedAdam, HybridAdam
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import AnnealingLR, LRScheduleConfig
 from tests.checkpoint.checkpoints import flip, make, tensors
-from tests.checkpoint.engines import Net, make_engine, train, write_one
+from tests.checkpoint.engines import Net, engine_of, make_engine, train, write_one
 from tests.ranks import run_ranks
 
 GPU = torch.device("cuda")
-
-
-def engine_of(model: nn.Module, make_optimizer=torch.optim.SGD, **options) -> Engine:
-    settings = weight_decay_groups(model, 0.0)
-    return Engine(model, mpu.get_groups(), lambda g: make_optimizer(g, lr=0.1), *settings, **options)
 
 
 def save_case(size: int, directory: str) -> list[float]:
@@ -500,9 +495,8 @@ def test_an_engine_without_an_optimizer_goes_on_after_a_load_that_succeeds(one_r
 
 @pytest.mark.parametrize("module_only", [False, True])
 def test_a_load_amid_an_accumulation_starts_it_anew(one_rank, tmp_path, module_only):
-    model, options = nn.Linear(1, 1, bias=False), {"gradient_accumulation_steps": 4}
-    settings = weight_decay_groups(model, 0.0)
-    engine = Engine(model, mpu.get_groups(), lambda g: torch.optim.SGD(g, lr=1.0), *settings, **options)
+    model = nn.Linear(1, 1, bias=False)
+    engine = engine_of(model, lr=1.0, gradient_accumulation_steps=4)
     engine.save_checkpoint(str(tmp_path))
     before = model.weight.item()
     for micro in range(3 + 4):
