@@ -75,8 +75,7 @@ def parity_case(stage: int) -> None:
     assert engine.global_samples == 3 * engine.train_batch_size() == 6 * torch.distributed.get_world_size()
     assert engine.zero_optimization_stage() == stage and engine.zero_optimization() == (stage > 0)
     want = plain(torch.distributed.get_world_size())
-    for name, value in engine.module_state_dict().items():
-        torch.testing.assert_close(value, want[name], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(engine.module_state_dict(), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -100,8 +99,7 @@ def client_case(kind: str) -> None:
         assert optimizer.torch_optimizer is adam and scheduler is schedule
     train(engine)
     want = plain(torch.distributed.get_world_size())
-    for name, value in engine.state_dict().items():
-        torch.testing.assert_close(value, want[name], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(engine.state_dict(), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["callable", "instance with a torch scheduler"])

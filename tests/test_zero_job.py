@@ -66,9 +66,7 @@ def end(job: Job) -> None:
 
 
 def check_equal(got: Weights, want: Weights, what: str) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert torch.equal(got[name], value), f"{name} {what}"
+    torch.testing.assert_close(got, want, rtol=0, atol=0, msg=lambda m: f"{what}: {m}")
 
 
 def stages_case(flags: list[str], plain: list[str]) -> None:

@@ -97,8 +97,7 @@ def fit_case(accumulation: int, clip: float) -> None:
         "[Epoch 1 / Train]: Loss",
     ]
     weights, reference = plain(size, 6 // accumulation, accumulation, clip)
-    for name, value in engine.model.state_dict().items():
-        torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(engine.model.state_dict(), weights, rtol=1e-3, atol=1e-4)
     assert trainer.cur_step == 6 and trainer.cur_epoch == 2
     assert recorder.points.count("after_train_iter") == 6 and recorder.points.count("after_test_iter") == 2
     assert recorder.points[:3] == ["after_hook_is_attached", "before_train", "before_train_epoch"]

@@ -53,8 +53,7 @@ def assert_same(got, want, x, model, plain):
     assert_close(x.grad, want_x, atol=1e-5, rtol=1e-5)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     merged = merge_full(gradients, mpu.partitions(model), mpu.get_model_parallel_group())
-    for name, parameter in plain.named_parameters():
-        assert_close(merged[name], parameter.grad, atol=1e-5, rtol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert_close(merged, {name: p.grad for name, p in plain.named_parameters()}, atol=1e-5, rtol=1e-5)
 
 
 def hidden_states():

@@ -66,14 +66,8 @@ def optimizer_case(names: list[str]) -> None:
             for batch in batches(groups.data_parallel_size):
                 engine.backward(engine(batch[groups.data_parallel_rank]).square().mean())
                 engine.step()
-            for key, value in engine.state_dict().items():
-                torch.testing.assert_close(
-                    value,
-                    want[key],
-                    rtol=1e-4,
-                    atol=1e-6,
-                    msg=lambda m, n=name, s=stage, k=key: f"{n}, stage {s}: {k}: {m}",
-                )
+            got, what = engine.state_dict(), f"{name}, stage {stage}"
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6, msg=lambda m, what=what: f"{what}: {m}")
             engine.destroy()
 
 

@@ -503,8 +503,7 @@ def autocast_case() -> None:
                 one_step(engine, batch[mpu.get_data_parallel_rank()])
         states.append(engine.state_dict())
     for state in states[1:]:
-        for name, value in state.items():
-            torch.testing.assert_close(value, states[0][name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(state, states[0], rtol=1e-4, atol=1e-5)
 
 
 def test_autocast_over_several_micro_batches():

@@ -18,7 +18,7 @@ from megazero.engine import Engine
 from megazero.zero import TiledLinear, TiledLinearReturnBias
 from tests.model.test_sequence_parallel import Counter
 from tests.ranks import run_ranks
-from tests.zero.models import STEPS, Toy, make_engine, my_batch, one_step, run
+from tests.zero.models import STEPS, Toy, compare, make_engine, my_batch, one_step, run
 from tests.zero.test_memory import check_peak, sampled
 from tests.zero.test_units import names_of_units
 
@@ -395,9 +395,7 @@ def stages_case() -> None:
         for how in ("plain", "reentrant", "nonreentrant", "ours") if stage == 3 else ("plain",):
             with set_checkpoint_early_stop(False):  # else torch leaves out the end of what it recomputes
                 got = run(lambda how=how: Toy(how, block=TiledBlock), stage, steps=STEPS)
-            assert got.keys() == want.keys()
-            for key, value in want.items():
-                assert torch.equal(got[key], value), f"{key}, stage {stage}, {how}"
+            compare(got, want, f"stage {stage}, {how}", bitwise=True)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
