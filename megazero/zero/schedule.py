@@ -9,6 +9,7 @@
     ... of the unit                           release the unit                                 _release_if_done
     the unit's backward is over               count unused parameters as done, and release it  _end, by `Runs`
     the whole backward is over                reduce and release what is left                  finish_backward
+    ... that is not this engine's             release what it has gathered                     _end_other
 
 Units that are used twice in a row stay gathered: the last unit for its backward; the root and the first unit for the next
 micro-batch. If parameters are whole on every rank (stages 0 to 2), nothing is gathered and released, and a forward waits only for
@@ -190,6 +191,7 @@ class Schedule:
         self.forwards.clear()
         self._staying: set[int] = set()  # units that have stayed gathered since their forward, for their backward
         self._begun: set[int] = set()  # units whose backward has begun
+        self._ends_other = False  # whether `_end_other` will be called after the backward that runs
 
     def _forget_forwards(self) -> None:
         """Forgets which units have run forward since the last backward."""
@@ -304,10 +306,24 @@ class Schedule:
             self._begun.add(index)
             self._runs.begin_backward(index)
         self._gather(buckets, index, in_forward=False)
+        if not (self.reductions.is_open or self._ends_other):
+            self._ends_other = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_other)
         # With create_graph a backward of this backward (a gradient penalty) reads them too, and no hook is in its graph.
         if torch.is_grad_enabled():
             for bucket in buckets:
                 bucket.weights.is_kept = True
+
+    def _end_other(self) -> None:
+        """After a backward that is not this engine's: releases what it has gathered, alike on all ranks.
+
+        Its gradients release a unit only on those ranks where every parameter of it has got one.
+        """
+        self._ends_other = False
+        if self.forwards.innermost is None and not self.reductions.is_open:  # else what is under way needs its units
+            self.restart()
+            for bucket in self._sharded:
+                self._release(bucket)
 
     def _gather_root_for_backward(self, _: nn.Module, __: Any, output: Any) -> None:
         """Makes the root whole for a backward that is not this engine's: autograd.grad, or another engine's."""
