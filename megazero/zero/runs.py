@@ -45,6 +45,7 @@ class Runs:
         self._left: dict[int, WeakSet[Run]] = {}  # of each, those with inputs of which no gradient has come yet
         self._ends_with_graph: set[int] = set()  # whose backward counts as over when that of the graph is
         self._again: set[int] = set()  # that run again in the backward, for a reentrant checkpoint
+        self._recomputed: list[Run] = []  # those of a graph from before the last backward
         for handle in self._leaf_handles:
             handle.remove()
         self._leaf_handles.clear()
@@ -93,6 +94,8 @@ class Runs:
             run, left = Run(), self._left.setdefault(index, WeakSet())
             if inputs:
                 left.add(run)
+            if is_detached and index not in self._again:
+                self._recomputed.append(run)  # perhaps for our hooks, which drop its graph at once: it is not over then
             handles = [t.register_hook(partial(on_input_grad, self._left, run)) for t in made or inputs]
             if not made:
                 self._leaf_handles += handles

@@ -397,7 +397,12 @@ def frozen_case() -> None:
             block.norm.requires_grad_(False)
             block.up.requires_grad_(False)
         one_step(late, my_batch(1))
-        results.append((engine.state_dict(), late.state_dict()))
+        hooked = fresh(stage, toy={"block": DownOnly, "run": "ours, by hooks"})
+        loss = hooked(my_batch())
+        hooked.backward(loss, retain_graph=True)
+        hooked.backward(2 * loss)  # recomputes what its forward, before the last backward, has run
+        hooked.step()
+        results.append((engine.state_dict(), late.state_dict(), hooked.state_dict()))
     for states in results[1:]:
         for state, want in zip(states, results[0], strict=True):
             assert all(torch.equal(value, want[name]) for name, value in state.items())
