@@ -55,7 +55,9 @@ def _state_keys(bucket: Bucket, segment: Segment, optimizer: BucketOptimizer, ke
 @contextmanager
 def _owned_state(bucket: Bucket, segment: Segment, optimizer: BucketOptimizer, key: str) -> Iterator[Tensor | None]:
     """The owned range of one state, zeros if this rank has trained nothing yet; None if the parameter has no such state."""
-    if key != MASTER and key not in _state_keys(bucket, segment, optimizer, key):
+    if key == MASTER:
+        bucket.adopt_written()
+    elif key not in _state_keys(bucket, segment, optimizer, key):
         yield None
         return
     with optimizer.state_at_hand(Tile(bucket, 0, bucket.owned_numel), [key]) as states:

@@ -46,6 +46,12 @@ def write_case(dtype: torch.dtype) -> None:
         engine.step()
         assert (engine.state_dict()["norm.weight"] == 7.0).all()
         assert (utils.safe_get_full_fp32_param(weight) == 7.0).all()
+        with torch.no_grad():
+            weight.fill_(8.0)
+        assert (utils.safe_get_local_fp32_param(weight) == 8.0).all(), "before a step has taken the values over"
+        with torch.no_grad():
+            weight.fill_(9.0)
+        assert (utils.safe_get_full_fp32_param(weight) == 9.0).all()
         for repoint in (lambda w, _: setattr(w, "data", w.data.clone()), lambda _, model: model.double()):
             engine = fresh(stage, dtype=dtype, optimizer="sgd", decay=0.0)
             repoint(engine.module.norm.weight, engine.module)
