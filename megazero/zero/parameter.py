@@ -320,8 +320,8 @@ def _message(func: Callable, parameter: nn.Parameter | None) -> str:
 _T = torch.Tensor
 _SETTABLE = ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _FACTS = (
-    *("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_cuda", "is_meta"),
-    *("is_sparse", "is_quantized", "is_nested", "grad_fn", "_version"),
+    *("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_cuda", "is_cpu", "is_meta"),
+    *("is_sparse", "is_quantized", "is_nested", "grad_fn", "_version", "itemsize"),
 )
 _OF_MEMORY = {_T.untyped_storage, _T.data_ptr, _T.__repr__}  # questions whose answers give access to values
 _QUESTIONS = {
@@ -329,6 +329,7 @@ _QUESTIONS = {
     *(getattr(_T, name).__get__ for name in (*_FACTS, *_SETTABLE)),
     *(getattr(_T, name).__set__ for name in _SETTABLE),
     *(_T.size, _T.dim, _T.numel, _T.nelement, _T.element_size, _T.is_floating_point, _T.is_complex, _T.is_contiguous),
+    *(torch.is_floating_point, torch.is_complex, _T.get_device),
     *(_T.requires_grad_, _T.__hash__, _T.register_post_accumulate_grad_hook, _T.register_hook),
     torch._has_compatible_shallow_copy_type,  # nn.Module.to asks it of every parameter
     *(_T.stride, _T.storage_offset, _T.__len__),

@@ -327,6 +327,8 @@ def refusals_case(stage3: bool) -> None:
             touch()
     assert model.to(torch.device("cpu")).float().cpu() is model and weight.shape == (0,), "what is there already stays"
     assert "weight" in repr(weight) and weight.dtype == torch.float32 and weight.numel() == 0
+    assert torch.is_floating_point(weight) and not torch.is_complex(weight) and weight.itemsize == 4
+    assert weight.is_cpu and weight.get_device() == -1
     names = [name for name, p in model.named_parameters() if p.dim() >= 2]
     assert names == ["0.up.weight", "0.down.weight", "1.up.weight", "1.down.weight"], (
         "as scripts choose what has weight decay"
