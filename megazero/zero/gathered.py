@@ -127,7 +127,9 @@ class GatheredParameters:
             # earlier context has lent stays so.
             bucket.weights.is_lent |= kind is None and not changed and not _is_in_use(bucket)
             # If anything was written, all ranks undo it, or they would gather different buckets next.
-            if bucket in self._to_release or changed or (kind is not None and not _is_in_use(bucket)):
+            is_undone = bool(changed) or (kind is not None and not _is_in_use(bucket))
+            bucket.weights.is_kept &= not is_undone  # even if a graph made by a backward reads the old values
+            if bucket in self._to_release or is_undone:
                 bucket.weights.release()
         if changed:
             raise RuntimeError(

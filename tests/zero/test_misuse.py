@@ -245,12 +245,18 @@ def undone_case() -> None:
     weight = engine.module.embedding.weight
     one_step(engine, first)
     want = engine(second).item()
-    with pytest.raises(RuntimeError, match="undone"), zero.GatheredParameters(weight), torch.no_grad():
-        weight.view(-1)[0] = 7.0  # of the first rank's shard: the other one does not find it in its own
-    assert engine(second).item() == want
-    with pytest.raises(KeyError), zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
-        weight.zero_()
-        raise KeyError
+    for makes_graph in (False, True):
+        if makes_graph:  # which keeps whole what it reads
+            inputs: list[torch.Tensor] = []
+            with engine.module.blocks[0].register_forward_pre_hook(lambda _, args, seen=inputs: seen.append(args[0])):
+                loss = engine(first)
+            torch.autograd.grad(loss, inputs, create_graph=True)
+        with pytest.raises(RuntimeError, match="undone"), zero.GatheredParameters(weight), torch.no_grad():
+            weight.view(-1)[0] = 7.0  # of the first rank's shard: the other one does not find it in its own
+        assert engine(second).item() == want
+        with pytest.raises(KeyError), zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+            weight.zero_()
+            raise KeyError
     loss = engine(second)
     assert loss.item() == want
     engine.backward(loss)
