@@ -136,7 +136,7 @@ class Schedule:
         """The modules inside the model that own parameters of the root, because a part of the model may be called alone."""
         root = {parameter for bucket in self._of_unit[ROOT] for parameter in bucket.parameters.values()}
         inside = (module for module in model.modules() if module is not model)
-        return [module for module in inside if root.intersection(module.parameters(recurse=False))]
+        return [module for module in inside if root.intersection(_own_parameters(module))]
 
     def _before_forward(self, module: nn.Module, act: Callable[[], None]) -> None:
         self._handles.append(module.register_forward_pre_hook(Hook(lambda *_: act()), prepend=True))
@@ -450,6 +450,14 @@ class Schedule:
                 self.reductions.skip(bucket, names)
         self.reductions.reduce_ready()
         self._release_if_done(index)
+
+
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The module's own parameters, with those of its lists and dicts of parameters, which have no forward."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+            yield from child.parameters()
 
 
 def _names_by_unit(units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> list[dict[Bucket, set[str]]]:

@@ -238,6 +238,26 @@ def test_parts_of_a_model_and_two_forwards_before_a_backward():
     run_ranks(2, part_case)
 
 
+class Prompt(nn.Module):
+    """Parameters that a list holds, which has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.full((4,), 2.0) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scales[0] * self.scales[1]
+
+
+def test_a_part_of_the_root_that_holds_its_parameters_in_a_list_runs_alone(one_rank):
+    model = nn.ModuleDict({"prompt": Prompt(), "blocks": nn.ModuleList([Block(4), Block(4)])})
+    engine, x = make_engine(model, 3), torch.ones(2, 4, requires_grad=True)
+    y = engine.module["prompt"](x)
+    engine.backward(y.sum())
+    assert torch.equal(y, torch.full((2, 4), 4.0)) and torch.equal(x.grad, y)
+    assert torch.equal(full_grad(engine, "prompt.scales.0"), torch.full((4,), 4.0))
+
+
 class PartlyRecomputed(Block):
     """The first half is recomputed in a backward of its own, whose gradients come once for each run of the block."""
 
