@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from megazero.nested import mapped, tensors_in
@@ -41,24 +42,34 @@ def without_views(output: Any, buckets: list[Bucket]) -> Any:
 
 
 def makers(values: Any) -> list[tuple[Tensor, Node | None]]:
-    """The tensors in `values` and the nodes that have made them. Of a view it is the tensor behind it.
+    """The tensors in `values`, those behind the views among them, and the nodes that have made all of these.
 
     A view's own node leaves the graph when the view is written to in place (`y = linear(x); y += x`); that of the tensor behind
-    it stays.
+    it stays. But that tensor has none, or not all of what the view depends on, if an autograd.Function has made the view.
     """
-    bases = (tensor if tensor._base is None else tensor._base for tensor in tensors_in(values))
-    return [(tensor, tensor.grad_fn) for tensor in bases]
+    tensors = list(tensors_in(values))
+    return [(tensor, tensor.grad_fn) for tensor in (*tensors, *(t._base for t in tensors if t._base is not None))]
 
 
 def first_nodes(output: Any, inputs: Sequence[tuple[Tensor, Node | None]]) -> list[Node]:
     """The nodes with which a module's backward begins: those of its output, and of inputs that it has changed in place.
 
-    Excludes those of tensors that it passes on unchanged, such as other units' tensors in a cache.
+    Excludes those of tensors that it passes on unchanged, such as other units' tensors in a cache, and of views of these.
 
     Args:
         inputs: the `makers` of its inputs before the module ran.
     """
     made_before = {id(tensor): node for tensor, node in inputs}
+
+    def is_unchanged(tensor: Tensor | None) -> bool:
+        return tensor is not None and made_before.get(id(tensor), ...) is tensor.grad_fn
+
     now = makers((output, [tensor for tensor, _ in inputs]))
-    own = [node for tensor, node in now if node is not None and made_before.get(id(tensor)) is not node]
+    own = [
+        node
+        for tensor, node in now
+        if node is not None
+        and not is_unchanged(tensor)
+        and (isinstance(node, BackwardCFunction) or not is_unchanged(tensor._base))
+    ]
     return list(dict.fromkeys(own))

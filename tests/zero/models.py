@@ -156,6 +156,58 @@ class WrittenViewToy(Toy):
         return x
 
 
+class Carrying(torch.autograd.Function):
+    """x, with which a loss of its own gets a gradient, as a router's does: for autograd a view of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_ones(())
+
+
+class CarryingBlock(Block):
+    """Has a loss that is computed after the output, and so comes before it in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return Carrying.apply(y, self.up(x).square().mean()).view(y.shape)
+
+
+class CarryingInputBlock(HalfUsedBlock):
+    """Returns nothing but its input, with a loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Carrying.apply(x, self.down(self.up(self.norm(self.extra(x)))).square().mean())
+
+
+class Mean(torch.autograd.Function):
+    """The mean of squares, as a view of a tensor that has no graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square().mean().view(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * 2 * x / x.numel()
+
+
+class ViewLossToy(Toy):
+    """Reads a scale of a unit that does not run, and returns the loss as a view of a tensor without a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ModuleList([nn.LayerNorm(5)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return Mean.apply(self.hidden(self.embedding(tokens) * self.scales[0].weight))
+
+
 @dataclass(slots=True)
 class SlotOutput:
     hidden: Tensor
@@ -325,6 +377,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "a cache handed on": CachingToy,
     "residual added in place": InPlaceToy,
     "outputs written to that are views": WrittenViewToy,
+    "outputs with a loss of their own": lambda: Toy(block=CarryingBlock),
+    "inputs handed on with a loss": lambda: Toy(block=CarryingInputBlock),
+    "a loss that is a view": ViewLossToy,
     "outputs with slots": lambda: Toy(block=SlotBlock, picks=lambda out: out.hidden),
     "frozen layers": FrozenToy,
     "frozen layers, reentrant": lambda: FrozenToy("reentrant"),
