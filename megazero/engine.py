@@ -211,6 +211,7 @@ class Engine:
         self._optimizer.refresh()
         self.schedule.restart()
 
+    @torch.enable_grad()  # as loss.backward(), it may be called inside of no_grad
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Accumulates the gradient of `loss / gradient_accumulation_steps`; reduces it at the last micro-batch.
 

@@ -634,6 +634,20 @@ def test_a_script_without_a_seed_starts_with_the_first_ranks_values():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_backward_inside_of_no_grad_trains_as_outside(one_rank, reduction):
+    states = []
+    for is_enabled in (True, False):
+        engine = initialize(make_model(), gradient_allreduce_op=reduction, gradient_accumulation_steps=2)
+        for _ in range(2):
+            loss = engine(x_of(0)).square().mean()
+            with torch.set_grad_enabled(is_enabled):
+                assert not engine.backward(loss).requires_grad
+                engine.step()
+        states.append(engine.module_state_dict())
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_loss_that_is_none_says_so(one_rank, reduction):
     engine = initialize(gradient_allreduce_op=reduction)
     y = engine(x_of(0))

@@ -87,6 +87,7 @@ class DeepSpeedEngine(CheckpointingEngine):
 
     forward = __call__
 
+    @torch.enable_grad()  # around the product, too
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """See `Engine.backward`. `gradient_allreduce_op` "sum" sums gradients over ranks; the returned loss is this rank's."""
         with self._timed("backward"):
