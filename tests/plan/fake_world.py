@@ -244,8 +244,7 @@ def fake_world(
             patch.setattr(
                 module, "all_gathered_objects", lambda value, group=None: [value] * dist.get_world_size(group)
             )
-        for module in (comm, comm.channel, sys.modules["megazero.comm.world"]):
-            patch.setattr(module, "largest", lambda value, group=None: int(value))
+            patch.setattr(module, "largest_of_each", lambda values, group=None: list(values))
         channel = comm.Channel
         patch.setattr(channel, "compare_first", lambda _: None)  # there is nobody to compare with
 
