@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from data_tools.inputs import check_named_once
 from data_tools.parquet import row_count, token_rows
+from megazero.data.arrays import DAMAGED_HEADER
 from megazero.data.corpora import is_json
 from megazero.files import file_named
 from megazero.lines.jsonl import Block
@@ -122,7 +123,7 @@ def _read_npy_header(path: Path, file: BinaryIO) -> tuple[int, np.dtype]:
         is_first = np.lib.format.read_magic(file) == (1, 0)
         read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
         shape, _, stored = read(file)
-    except ValueError as error:
+    except DAMAGED_HEADER as error:
         raise ValueError(f"--input {path} is damaged: {error}") from error
     if len(shape) != 1 or stored.kind not in "iu":
         raise ValueError(f"--input {path} is an array of {stored} with the shape {shape}, not a row of integers")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from tokenize import TokenError
 from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from megazero.files import file_named
+
+DAMAGED_HEADER = (ValueError, SyntaxError, TokenError)
+"""What numpy raises at the damaged header of an .npy file."""
 
 
 def read_array(path: Path, dtype: npt.DTypeLike, count: int | None = None, offset: int = 0) -> np.ndarray:

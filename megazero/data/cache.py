@@ -20,13 +20,13 @@ from zlib import crc32
 
 import numpy as np
 
-from megazero.data.arrays import save_array
+from megazero.data.arrays import DAMAGED_HEADER, save_array
 from megazero.files import append_suffix, locked, mapping, read_whole, write_json, written_aside
 from megazero.lines.contents import key_of
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 _KEY_DIGITS = 32  # hexadecimal, of a description's hash in the names of its files
 _LEFTOVER_S = 86400.0  # after this time without a write, no process writes a file any more
 Arrays = Mapping[str, np.ndarray]
@@ -118,7 +118,7 @@ class ArrayCache:
                 if not self._is_checked and _checksum(array) != content["crc32"][name]:
                     raise ValueError(f"the checksum of {name} is another one")
             return arrays
-        except (ValueError, KeyError, TypeError, EOFError) as error:
+        except (*DAMAGED_HEADER, KeyError, TypeError, EOFError) as error:
             raise ValueError(
                 f"{record} or an array beside it is damaged ({error}). Delete {stem}* and start again."
             ) from error
@@ -144,4 +144,6 @@ def _remove_leftovers(stem: Path) -> None:
 
 
 def _checksum(array: np.ndarray) -> int:
-    return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    """Of dtype and shape as well: one bit of the file's header can turn them into others of as many bytes."""
+    header = f"{array.dtype.str} {array.shape}".encode()
+    return crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, crc32(header))

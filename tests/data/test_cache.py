@@ -30,7 +30,7 @@ def test_entry_is_stored_with_its_description(tmp_path):
     names = sorted(p.name for p in tmp_path.iterdir())
     assert len(names) == 4 and all(name.startswith("k-n-") for name in names), "nothing is left of writing aside"
     (record,) = tmp_path.glob("*.json")
-    assert json.loads(record.read_text())["description"] == {**DESCRIPTION, "format": 2}
+    assert json.loads(record.read_text())["description"] == {**DESCRIPTION, "format": 3}
 
 
 def test_built_once(tmp_path):
@@ -120,6 +120,25 @@ def test_damaged_entry_says_what_to_delete(tmp_path, ending, damage):
         path.write_text(json.dumps({"description": {}, "crc32": {}}))
     with pytest.raises(ValueError, match="is damaged .*Delete .*k-n-"):
         cache.load_or_build(DESCRIPTION, arrays)
+
+
+def test_no_bit_of_an_array_s_header_can_flip_unseen(tmp_path):
+    """One turns little-endian into big-endian, of which the bytes are the same; some have numpy raise what is no ValueError."""
+    cache = ArrayCache(tmp_path)
+    want = cache.load_or_build(DESCRIPTION, arrays)["a"].copy()
+    (path,) = tmp_path.glob("*-a.npy")
+    content = path.read_bytes()
+    for bit in range(8 * (len(content) - want.nbytes)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            found = cache.load_or_build(DESCRIPTION, arrays)["a"]
+        except ValueError as error:
+            assert "is damaged" in str(error)
+        else:  # of the white space
+            assert found.dtype == want.dtype
+            np.testing.assert_array_equal(found, want)
 
 
 def test_unwritable_folder_names_the_flag(tmp_path):

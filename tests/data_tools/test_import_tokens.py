@@ -219,6 +219,7 @@ def header(*numbers):
         ("a.npy", np.zeros((2, 2), np.uint16), "", r"a.npy is an array of uint16 with the shape \(2, 2\)"),
         ("a.npy", np.zeros(2), "", "a.npy is an array of float64"),
         ("a.npy", b"\x93NUMPY\1\0v\0{'descr", "", "a.npy is damaged"),
+        ("a.npy", b"\x93NUMPY\1\0v\0" + b"('descr': '<u2',".ljust(118), "", "a.npy is damaged"),
         ("a.parquet", b"PAR1", "", "a.parquet: damaged or not a parquet file"),
     ],
 )
