@@ -49,17 +49,23 @@ def plan_shards(
         tables: as for `check_outputs`.
 
     Raises:
-        ValueError: two inputs would have the same output, an output is an input, or --output a file of another kind.
+        ValueError: two inputs would have the same output, an output is an input, or --output a file of another kind; or an
+            earlier run has made the same documents a file of another format, beside which they would be there twice.
     """
     output = Path(output)
+    named_alike: list[Path] = []
     if names_file(output, formats):
         shards = [Shard(tuple(inputs), (output,), output)]
     else:
         shards = []
         for path in inputs:
-            target = output / f"{uncompressed_name(path).stem}.{ending(path, format, formats)}"
+            stem = uncompressed_name(path).stem
+            target = output / f"{stem}.{ending(path, format, formats)}"
             shards.append(Shard((path,), (target,), target))
+            named_alike += [output / f"{stem}.{kind}" for kind in formats]
     check_outputs(shards, tables)
+    made = {shard.record for shard in shards}
+    _refuse_stale([path for record in named_alike if record not in made for path in marked_outputs(record)])
     return shards
 
 
@@ -85,8 +91,12 @@ def check_outputs(shards: Sequence[Shard], tables: Sequence[Path] = ()) -> None:
                     "let --output name a single file."
                 )
             made[path] = shard
-        if stale := [path for path in marked_outputs(shard.record) if path not in shard.outputs and path.exists()]:
-            raise ValueError(
-                f"--output: {stale[0].parent} holds {', '.join(path.name for path in stale)} of an earlier run, which this one "
-                "would not replace: what reads the folder would take up both. Remove its files, or choose another --output."
-            )
+        _refuse_stale([path for path in marked_outputs(shard.record) if path not in shard.outputs])
+
+
+def _refuse_stale(paths: Sequence[Path]) -> None:
+    if stale := [path for path in paths if path.exists()]:
+        raise ValueError(
+            f"--output: {stale[0].parent} holds {', '.join(path.name for path in stale)} of an earlier run, which this one "
+            "would not replace: what reads the folder would take up both. Remove its files, or choose another --output."
+        )

@@ -413,6 +413,26 @@ def test_inputs_are_checked(tmp_path):
         run([inputs[0], tmp_path / "other" / "part0.jsonl"], tmp_path / "out", workers=1, format="jsonl")
 
 
+def test_a_folder_does_not_get_the_same_documents_in_two_formats(tmp_path):
+    inputs = make_files(tmp_path / "in", count=2)
+    run(inputs, tmp_path / "out", workers=1, format="jsonl")
+    with pytest.raises(ValueError, match="out holds part0.jsonl, part1.jsonl of an earlier run"):
+        run(inputs, tmp_path / "out", workers=1, format="parquet")
+    assert not list((tmp_path / "out").glob("*.parquet*"))
+    (tmp_path / "out" / "part0.jsonl").unlink()
+    (tmp_path / "out" / "part1.jsonl").unlink()
+    assert run(inputs, tmp_path / "out", workers=1, format="parquet")["shards_skipped"] == 0
+
+
+def test_inputs_that_differ_in_their_format_alone_have_an_output_each(tmp_path):
+    for name in ("a.jsonl", "a.json"):
+        (tmp_path / name).write_bytes(dump({"text": name}))
+    for skipped in (0, 2):
+        assert (
+            run([tmp_path / "a.jsonl", tmp_path / "a.json"], tmp_path / "out", workers=1)["shards_skipped"] == skipped
+        )
+
+
 def test_a_folder_stands_for_all_documents_below_it(tmp_path, monkeypatch):
     (inputs,) = make_files(tmp_path / "in", count=1)
     (elsewhere,) = make_files(tmp_path / "elsewhere", count=1)
