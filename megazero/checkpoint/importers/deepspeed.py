@@ -197,7 +197,7 @@ def _loss_scaler(state: dict[str, Any]) -> dict[str, Any] | None:
     """The state of our `LossScaler`; None where the scale is fixed, as it is in fp32 and bf16."""
     scaler = state.get("loss_scaler", state)
     scaler = vars(scaler) if isinstance(scaler, Record) else scaler
-    if not isinstance(scaler, dict) or "last_overflow_iter" not in scaler:
+    if not isinstance(scaler, dict) or {"cur_scale", "cur_iter", "last_overflow_iter"} - scaler.keys():
         return None
     # DeepSpeed doubles the scale one step after `scale_window` clean ones: it counts the clean steps before the present one.
     clean_steps = max(scaler["cur_iter"] - scaler["last_overflow_iter"] - 2, 0)

@@ -8,6 +8,7 @@ DIR/TAG/[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt   stages 1 to 3: see de
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,8 +129,11 @@ def _folder(directory: Path, tag: str | None) -> Path:
                 f"{pointer} does not exist: DeepSpeed writes the name of its newest checkpoint there. Give the directory that "
                 "was passed to save_checkpoint, or name the tag (the folder in it)."
             )
-        tag = read_whole(pointer).decode().strip()
+        tag = read_whole(pointer).decode(errors="replace").strip()
     folder = directory / str(tag)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} does not exist: there is no checkpoint with the tag {tag!r} in {directory}.")
+    if not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
+        raise FileNotFoundError(
+            f"There is no checkpoint with the tag {str(tag)[:60]!r} in {directory}: name one that is there, in its file `latest` "
+            "or by --tag."
+        )
     return folder

@@ -115,7 +115,7 @@ def _folder(directory: Path, iteration: int | None) -> Path:
             f"{tracker} is missing: it names the latest checkpoint of a Megatron-LM directory. Give the directory that was "
             "Megatron's --save, or an iteration."
         )
-    text = read_whole(tracker).decode().strip()
+    text = read_whole(tracker).decode(errors="replace").strip()
     if text != "release" and not re.fullmatch(r"[0-9]+", text):
         raise ValueError(f"{tracker} says {text[:40]!r}, where a number or 'release' is expected. Give an iteration.")
     return directory / ("release" if text == "release" else f"iter_{int(text):07d}")

@@ -76,6 +76,9 @@ def test_a_dynamic_loss_scale_doubles_at_the_same_step_as_in_deepspeed(tmp_path)
         cur_iter += 1
         scaler.update(False)
         assert scaler.scale == scale
+    path = tmp_path / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    edit(path, lambda content: vars(content["optimizer_state_dict"]["loss_scaler"]).pop("cur_iter"))
+    assert read_deepspeed(tmp_path).loss_scaler is None
     write_checkpoint(tmp_path, small_model(), 2, 1, dynamic=False)
     assert read_deepspeed(tmp_path).loss_scaler is None
 
@@ -136,6 +139,10 @@ def test_missing_files_are_named(tmp_path, stage):
     folder = tmp_path / "global_step3"
     with pytest.raises(FileNotFoundError, match="no checkpoint with the tag 'other'"):
         read_deepspeed(tmp_path, "other")
+    (tmp_path / "latest").write_bytes(b"\x80" * 5000)
+    with pytest.raises(FileNotFoundError, match="no checkpoint with the tag .{62} in .*: name one that is there"):
+        read_deepspeed(tmp_path)
+    (tmp_path / "latest").write_text("global_step3")
     moved = tmp_path / "moved"
     for name in sorted(path.name for path in folder.iterdir()):
         shutil.move(folder / name, moved)

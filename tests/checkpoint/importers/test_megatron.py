@@ -500,9 +500,10 @@ def test_an_iteration_can_be_chosen_and_the_tracker_is_checked(saved, tmp_path):
     with pytest.raises(FileNotFoundError, match="iter_0000012 holds no checkpoint"):
         read_megatron(tmp_path, **KNOWN)
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
-    tracker.write_text("../7")
-    with pytest.raises(ValueError, match="a number or 'release' is expected"):
-        read_megatron(tmp_path, **KNOWN)
+    for content in (b"../7", b"\x80\xff"):
+        tracker.write_bytes(content)
+        with pytest.raises(ValueError, match="a number or 'release' is expected"):
+            read_megatron(tmp_path, **KNOWN)
     tracker.unlink()
     with pytest.raises(FileNotFoundError, match="it names the latest checkpoint"):
         read_megatron(tmp_path, **KNOWN)
