@@ -525,6 +525,7 @@ class Engine:
             client_state: what `load_checkpoint` will return; the first rank's is saved. Plain containers, numbers, strings,
                 tensors and numpy arrays.
             save_latest: whether the file `latest` names this checkpoint afterwards.
+            exclude_frozen_parameters: leave out what is not trained now, also if it has been.
             keep_last: afterwards, delete all but this many of the newest checkpoints with tags like global_step20; 0 keeps all.
             in_background: return once everything is copied to host memory; `wait_for_checkpoint` and the next save wait until it
                 is written.

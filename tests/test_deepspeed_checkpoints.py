@@ -15,6 +15,7 @@ from torch import nn
 
 import megazero as deepspeed
 from megazero import comm, mpu
+from megazero.checkpoint.reader import Reader
 from megazero.zero import access
 from tests.checkpoint.test_any_to_any import Net
 from tests.ranks import run_ranks
@@ -213,6 +214,20 @@ def frozen_case(folder: str) -> None:
 
 def test_frozen_parameters_can_be_left_out(tmp_path):
     run_ranks(2, frozen_case, str(tmp_path))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_frozen_or_unfrozen_since_initialize_are_left_out_or_not(one_rank, stage, tmp_path):
+    model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3))
+    model[0].requires_grad_(False)
+    engine = make_engine(stage, model)
+    model[0].bias.requires_grad_(True)  # whose bucket gets states, also for the frozen weight
+    model[1].bias.requires_grad_(False)
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path), tag="trained", exclude_frozen_parameters=True)
+    assert set(Reader(tmp_path, "trained").tensors) == {"0.bias", "1.weight"}
+    engine.save_checkpoint(str(tmp_path), tag="all")
+    assert set(Reader(tmp_path, "all").tensors) == set(engine.module_state_dict())
 
 
 def half_case(folder: str, size: int, stage: int) -> dict[str, list]:

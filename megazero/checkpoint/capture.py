@@ -47,8 +47,12 @@ def capture(
     keys: Keys = state.optimizer.state_keys_everywhere(state.optimizer.buckets) if save_optimizer else {}
     counters = _counters(state) if save_optimizer else {}
     aliases = state.aliases()
-    places = _places(state, keys, counters, aliases)
-    buckets = [bucket for bucket in state.buckets if bucket.is_trainable or not exclude_frozen]
+    kept = {
+        segment.name
+        for bucket in state.buckets
+        for segment in (bucket.trained_segments if exclude_frozen else bucket.layout.segments)
+    }
+    places = _places(state, keys, counters, aliases, kept)
     index = {
         "model_parallel_size": state.groups.model_parallel_size,
         "data_parallel_size": state.groups.data_parallel_size,
@@ -59,7 +63,7 @@ def capture(
         "counters": dict(state.counters),
         "loss_scaler": state.optimizer.loss_scaler.state_dict(),
         "aliases": aliases,
-        "tensors": _described(state, buckets, keys, places),
+        "tensors": _described(state, keys, places, kept),
         "optimizer": _optimizer(state, places, counters) if save_optimizer else None,
         "lr_scheduler": schedule,
         "client_state": client,
@@ -67,7 +71,7 @@ def capture(
     blobs = {RNG + name: value for name, value in rng_states().items()} if save_rng else {}
     if torch.distributed.get_rank() == 0:
         blobs = {**blobs, **client_tensors, **schedule_tensors}
-    return Snapshot(_pieces(state, buckets, keys, places), blobs), index
+    return Snapshot(_pieces(state, keys, places, kept), blobs), index
 
 
 def _schedule(state: TrainingState) -> tuple[Any, dict[str, Tensor]]:
@@ -75,7 +79,9 @@ def _schedule(state: TrainingState) -> tuple[Any, dict[str, Tensor]]:
     return encode(saved, path="lr_scheduler.state_dict()", prefix=SCHEDULE)
 
 
-def _places(state: TrainingState, keys: Keys, counters: dict[str, Counters], aliases: dict[str, str]) -> Places:
+def _places(
+    state: TrainingState, keys: Keys, counters: dict[str, Counters], aliases: dict[str, str], kept: set[str]
+) -> Places:
     """Where every parameter is saved. A layer's tiles are saved each by itself where they are not alike, or one is tied."""
     found = {segment.name: state.place(segment) for segment in state.segments()}
     own = {segment.name: state.own_place(segment) for segment in state.segments()}
@@ -83,7 +89,7 @@ def _places(state: TrainingState, keys: Keys, counters: dict[str, Counters], ali
     numels: Counter[str] = Counter()
     for bucket in state.buckets:
         for name in (segment.name for segment in bucket.layout.segments):
-            kind = bucket.is_trainable, bucket.weights.flat.dtype, keys.get(bucket), counters.get(name)
+            kind = bucket.is_trainable, bucket.weights.flat.dtype, keys.get(bucket), counters.get(name), name in kept
             kinds.setdefault(found[name].name, []).append(kind)
             numels[found[name].name] += math.prod(own[name].shape)
     apart = {place.name for place in found.values() if numels[place.name] != math.prod(place.shape)}
@@ -92,14 +98,14 @@ def _places(state: TrainingState, keys: Keys, counters: dict[str, Counters], ali
     return {name: own[name] if place.name in apart else place for name, place in found.items()}
 
 
-def _described(state: TrainingState, buckets: list[Bucket], keys: Keys, places: Places) -> dict[str, TensorEntry]:
+def _described(state: TrainingState, keys: Keys, places: Places, kept: set[str]) -> dict[str, TensorEntry]:
     """Everything that is saved of the module, in its order."""
     found = {}
-    for bucket in buckets:
+    for bucket in state.buckets:
         kind = "trained" if bucket.is_trainable else "frozen"
         trained = dict.fromkeys((MASTER, *keys.get(bucket, ())), torch.float32)
         states = trained if bucket.is_trainable else {CONSTANT: bucket.weights.flat.dtype}
-        for segment in bucket.layout.segments:
+        for segment in (s for s in bucket.layout.segments if s.name in kept):
             place = places[segment.name]
             found[place.name] = TensorEntry(kind, place.shape, place.cut, states)
     for name, value in state.buffers().items():
@@ -108,11 +114,11 @@ def _described(state: TrainingState, buckets: list[Bucket], keys: Keys, places: 
     return {name: found[name] for name in [*(n for n in order if n in found), *found]}
 
 
-def _pieces(state: TrainingState, buckets: list[Bucket], keys: Keys, places: Places) -> dict[Piece, States]:
+def _pieces(state: TrainingState, keys: Keys, places: Places, kept: set[str]) -> dict[Piece, States]:
     """This rank's shard of every bucket; what tensor-parallel ranks hold in common, and buffers, are saved by the first rank."""
     rank, found = state.groups.model_parallel_rank, {}
-    for bucket in buckets:
-        for segment in bucket.layout.segments:
+    for bucket in state.buckets:
+        for segment in (s for s in bucket.layout.segments if s.name in kept):
             start, stop = bucket.saved_part(segment)
             if start < stop and (rank == 0 or segment.name in state.partitions):
                 name, _, _, first = places[segment.name]
