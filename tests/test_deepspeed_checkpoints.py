@@ -16,6 +16,7 @@ from torch import nn
 import megazero as deepspeed
 from megazero import comm, mpu
 from megazero.checkpoint.reader import Reader
+from megazero.engine import Engine
 from megazero.zero import access
 from tests.checkpoint.test_any_to_any import Net
 from tests.ranks import run_ranks
@@ -101,6 +102,9 @@ def test_options_of_loading(one_rank, tmp_path, caplog):
     schedule.load_checkpoint(str(tmp_path), load_lr_scheduler_states=False)
     assert schedule.lr_scheduler.state_dict() != engine.lr_scheduler.state_dict() and schedule.optimizer.counters()
     assert schedule.get_lr() == fresh().get_lr() != engine.get_lr()
+    Engine.save_checkpoint(fresh(), tmp_path / "plain")  # which counts no samples
+    engine.load_checkpoint(str(tmp_path / "plain"))
+    assert (engine.global_steps, engine.global_samples) == (0, 0)
     larger = make_engine(model=nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3), nn.Linear(3, 3)))
     with pytest.raises(ValueError, match="has no 3.weight, 3.bias"):
         larger.load_checkpoint(str(tmp_path))

@@ -128,7 +128,7 @@ def continue_run(
         if not all(map(is_count, counters.values())):
             raise ValueError(f"{counters}")
     state.global_steps, state.skipped_steps = counters.pop("global_steps"), counters.pop("skipped_steps")
-    state.counters.update(counters)
+    state.counters = counters  # without those of before the load that the checkpoint does not have
     state.optimizer.loss_scaler.cur_iter = state.global_steps
     with reader.well_formed("loss_scaler"):
         if index["loss_scaler"] is not None:
