@@ -222,6 +222,13 @@ def test_a_foreign_checkpoint_that_is_wrong_leaves_nothing(tensor, message, tmp_
     assert not (tmp_path / "out").exists() or {each.name for each in (tmp_path / "out").iterdir()} <= {".lock"}
 
 
+@pytest.mark.parametrize("names, aliases", [([("a",)], {}), (["b"], {("a",): "b"})])
+def test_a_name_that_is_no_text_is_refused(names, aliases, tmp_path):
+    tensor = ForeignTensor((3,), "trained", {"master": lambda: torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"^\('a',\) stands for the name of a tensor"):
+        write_foreign(ForeignCheckpoint(dict.fromkeys(names, tensor), aliases=aliases), tmp_path)
+
+
 def test_to_huggingface_and_back(tmp_path, capsys):
     config = GPT2Config(num_layers=2, hidden_size=12, num_attention_heads=3, max_position_embeddings=9, vocab_size=17)
     torch.manual_seed(0)

@@ -98,6 +98,11 @@ def write_foreign(foreign: ForeignCheckpoint, directory: str | Path) -> Path:
         ValueError: `foreign` is inconsistent: a tensor is not as it was announced, or has no values at all.
         OSError: as `write_checkpoint`.
     """
+    for name in (*foreign.tensors, *foreign.aliases):
+        if not isinstance(name, str):
+            raise ValueError(
+                f"{str(name)[:60]} stands for the name of a tensor: what was read is damaged. Copy it again."
+            )
     entries = {name: _entry(name, tensor) for name, tensor in foreign.tensors.items()}
 
     def read(piece: Piece, state: str) -> Tensor:
