@@ -308,11 +308,15 @@ class Engine:
             )
 
     def _refuse_changed_model(self, what: str, may_have_frozen: bool = False) -> None:
-        """Raises if the model's parameters are not those that the engine holds, trains and saves.
+        """Raises if the model's parameters are not those that the engine holds, trains and saves, or it holds none any more.
 
         Args:
             may_have_frozen: accept frozen parameters that were added to the model; they are a problem only when it is saved.
         """
+        if self._is_destroyed:
+            raise EngineStateError(
+                f"{what}: this engine was destroyed, and holds nothing. Call it before engine.destroy(), or initialize again."
+            )
         changes = self._watch.came_and_left(self.module, may_have_frozen)
         if not changes:
             return
@@ -659,8 +663,8 @@ class Engine:
     def destroy(self) -> None:
         """Gives the module whole parameters of its own again, and removes every hook. Collective where `module_state_dict` is.
 
-        The torch optimizer has these parameters afterwards, and no state. A second call does nothing: the module may have another
-        engine by then.
+        The torch optimizer has these parameters afterwards, and no state; the engine trains, saves and loads nothing any more. A
+        second call does nothing: the module may have another engine by then.
 
         Waits for a background save.
         """

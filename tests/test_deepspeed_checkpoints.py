@@ -6,6 +6,7 @@ import argparse
 import copy
 import logging
 import random
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import nn
 import megazero as deepspeed
 from megazero import comm, mpu
 from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.tags import list_tags
 from megazero.engine import Engine
 from megazero.zero import access
 from tests.checkpoint.test_any_to_any import Net
@@ -232,6 +234,19 @@ def test_parameters_frozen_or_unfrozen_since_initialize_are_left_out_or_not(one_
     assert set(Reader(tmp_path, "trained").tensors) == {"0.bias", "1.weight"}
     engine.save_checkpoint(str(tmp_path), tag="all")
     assert set(Reader(tmp_path, "all").tensors) == set(engine.module_state_dict())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_destroyed_engine_neither_saves_nor_loads(one_rank, stage, tmp_path):
+    engine = make_engine(stage)
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path), tag="kept")
+    engine.destroy()
+    save, load = partial(engine.save_checkpoint, str(tmp_path)), partial(engine.load_checkpoint, str(tmp_path))
+    for call in (save, load, engine.module_state_dict):
+        with pytest.raises(RuntimeError, match="this engine was destroyed"):
+            call()
+    assert list_tags(tmp_path) == ["kept"]
 
 
 def half_case(folder: str, size: int, stage: int) -> dict[str, list]:
