@@ -11,11 +11,10 @@ import re
 import signal
 import socket
 import sys
-import threading
 import traceback
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from tempfile import TemporaryDirectory
 from types import FrameType
 
@@ -50,6 +49,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: E402
 
 from megazero.cgroups import available_cores  # noqa: E402
+from megazero.logging import if_slow  # noqa: E402
 
 if not _is_set:
     del os.environ[_LOG_LEVEL]
@@ -119,7 +119,8 @@ def run_ranks(args: Namespace) -> int:
                 folder = TemporaryDirectory(prefix="megazero_", ignore_cleanup_errors=True)
                 args.log_dir = at_end.enter_context(folder)
             if nodes > 1:
-                at_end.enter_context(_saying_that_it_waits(f"{nodes} nodes at {meeting_point}"))
+                say = partial(_say_if_waiting, f"{nodes} nodes at {meeting_point}")
+                at_end.enter_context(if_slow(_PATIENCE_S, say))
             run.run(args)
     except ChildFailedError as error:
         rank, first = cause(error)
@@ -154,22 +155,11 @@ def _warn_of_unknown(host: str) -> None:
         print(f"{said} It should be that of the first host, in /etc/hosts or DNS.", file=sys.stderr)
 
 
-@contextmanager
-def _saying_that_it_waits(whom: str) -> Iterator[None]:
-    """Says after a while if this node has no ranks yet: torchrun waits for the other nodes without a word, for many minutes."""
-
-    def say() -> None:
-        if not children(os.getpid()):
-            said = f"this node has waited {_PATIENCE_S:g} s for the others of {whom}. Is each of them started, with this number"
-            print(f"{said} and this address, and with a number of its own, from 0 (NODE_RANK)?", file=sys.stderr)
-
-    timer = threading.Timer(_PATIENCE_S, say)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def _say_if_waiting(whom: str) -> None:
+    """Says if this node has no ranks yet: torchrun waits for the other nodes without a word, for many minutes."""
+    if not children(os.getpid()):
+        said = f"this node has waited {_PATIENCE_S:g} s for the others of {whom}. Is each of them started, with this number"
+        print(f"{said} and this address, and with a number of its own, from 0 (NODE_RANK)?", file=sys.stderr)
 
 
 def _is_in_agent(frame: FrameType) -> bool:

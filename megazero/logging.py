@@ -8,8 +8,9 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 
 ALIKE = {"alike": True}  # get_logger(...).warning(..., extra=ALIKE): every rank says the same, so the first is enough
 SLOW_S = 10.0  # after which `told_if_slow` says what takes so long
@@ -30,10 +31,15 @@ def _is_first_of_alike(record: logging.LogRecord) -> bool:
     return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
 
 
-@contextmanager
-def told_if_slow(logger: logging.Logger, what: str) -> Iterator[None]:
+def told_if_slow(logger: logging.Logger, what: str) -> AbstractContextManager[None]:
     """Logs `what` once if the block still runs after `SLOW_S` seconds, so that a long silence is not taken for a hang."""
-    timer = threading.Timer(SLOW_S, logger.info, (what,))
+    return if_slow(SLOW_S, partial(logger.info, what))
+
+
+@contextmanager
+def if_slow(seconds: float, tell: Callable[[], object]) -> Iterator[None]:
+    """Calls `tell` once, in a thread, if the block still runs after so many seconds."""
+    timer = threading.Timer(seconds, tell)
     timer.daemon = True
     timer.start()
     try:
