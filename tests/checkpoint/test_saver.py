@@ -7,6 +7,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -299,3 +301,22 @@ def test_a_background_save_follows_no_change_of_the_working_directory(world, tmp
     engine.wait_for_checkpoint()
     assert latest_tag(tmp_path / "relative") == "global_step0"
     engine.destroy()
+
+
+OUTLIVES = """
+import sys, time
+from megazero import comm
+from megazero.checkpoint import saver
+from tests.checkpoint.engines import make_engine
+
+write = saver._write_part
+saver._write_part = lambda *args: time.sleep(1) or write(*args)
+comm.init_distributed()
+make_engine(1).save_checkpoint(sys.argv[1], in_background=True)
+"""
+
+
+def test_a_background_save_outlives_the_script(tmp_path):
+    done = subprocess.run([sys.executable, "-c", OUTLIVES, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert latest_tag(tmp_path) == "global_step0"
