@@ -782,6 +782,44 @@ def test_buffers_keep_their_dtypes_unless_the_configuration_names_one(one_rank, 
         assert torch.equal(engine.module_state_dict()["frequencies"], plain.frequencies)
 
 
+class Quantized(nn.Module):
+    """A frozen weight of 8-bit floats and an adapter. As in transformers' FP8Linear, the dtype says whether there is a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+        self.register_buffer("shift", torch.ones(4).to(torch.float8_e5m2))
+        self.adapter = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = 0.5 if self.weight.element_size() == 1 else 1.0
+        return x @ self.weight.to(x.dtype) * scale + self.shift.to(x.dtype) + self.adapter(x)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("under_init", [False, True])
+def test_weights_that_are_quantized_to_8_bit_floats_stay_so(one_rank, tmp_path, stage, under_init):
+    torch.manual_seed(5)
+    want = Quantized().requires_grad_(False)
+    want.adapter.bfloat16()
+    torch.manual_seed(5)
+    with deepspeed.zero.Init(enabled=under_init, dtype=torch.bfloat16):
+        model = Quantized()
+    told = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, "data_types": {"buffer_dtype": "bf16"}}
+    engine = initialize(model, **told)
+    x = x_of(0, torch.bfloat16)[:, :4]
+    assert torch.equal(engine(x), want(x))
+    one_step(engine, x)
+    engine.save_checkpoint(tmp_path)
+    other = initialize(Quantized(), **told)
+    other.load_checkpoint(tmp_path)
+    for name, value in other.module_state_dict().items():
+        assert value.dtype == want.state_dict()[name].dtype
+        assert "adapter" in name or torch.equal(value.float(), want.state_dict()[name].float())
+    with pytest.raises(ValueError, match="trained parameters of torch.float8_e4m3fn"):
+        initialize(Quantized().requires_grad_(), **told)
+
+
 def test_a_batch_norm_runs_in_16_bits_with_buffers_of_that_dtype(one_rank):
     engine = initialize(nn.BatchNorm1d(3), bf16={"enabled": True}, data_types={"buffer_dtype": "bf16"})
     assert engine(torch.ones(2, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16

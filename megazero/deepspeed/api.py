@@ -22,6 +22,7 @@ from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import ReleasedParameter
 from megazero.zero.registry import bucket_of
 from megazero.zero.unfit import refuse_shared_memory, refuse_wrapped
+from megazero.zero.units import target_dtype
 
 logger = get_logger(__name__)
 
@@ -217,7 +218,7 @@ def _move(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
             parameter.data = _writable(parameter.data.to(device))
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            moved = _writable(buffer.to(device, dtype if buffer.is_floating_point() else None))
+            moved = _writable(buffer.to(device, target_dtype(buffer.dtype, dtype)))
             if moved is not buffer:  # setting it again would make a parameter of one that is an nn.Parameter
                 setattr(module, name, moved)
 

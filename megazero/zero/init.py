@@ -29,7 +29,7 @@ from megazero.zero.layout import NO_GROUP, BucketLayout
 from megazero.zero.nvme_home import NvmeHome
 from megazero.zero.parameter import writers
 from megazero.zero.registry import bucket_of, keep
-from megazero.zero.units import ROOT, BucketPlan
+from megazero.zero.units import ROOT, BucketPlan, target_dtype
 
 # DeepSpeed's keywords that must stay off, as they are by default, and what to use instead.
 _QUANTIZED = "nothing is quantized; dtype=torch.bfloat16 halves what is held and sent of fp32 parameters"
@@ -191,8 +191,7 @@ class Init:
         own = {n: p for n, p in module.named_parameters(recurse=False) if bucket_of(p) is None and not p.is_meta}
         by_dtype: dict[torch.dtype, dict[str, nn.Parameter]] = {}
         for name, parameter in own.items():
-            target = self.dtype if self.dtype and parameter.is_floating_point() else parameter.dtype
-            by_dtype.setdefault(target, {})[name] = parameter
+            by_dtype.setdefault(target_dtype(parameter.dtype, self.dtype), {})[name] = parameter
         for dtype, parameters in by_dtype.items():
             entries = [(name, tuple(p.shape), NO_GROUP, False) for name, p in parameters.items()]
             layout = BucketLayout.build(entries, self.channel.size)

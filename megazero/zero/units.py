@@ -178,7 +178,7 @@ def plan_buckets(
         num_shards: number of ranks that sharded states are divided among.
         group_of: index of the optimizer's parameter group, by full parameter name. A parameter in no group is not trained.
         replicated: names of the parameters that are equal on every tensor-parallel rank.
-        dtype: of the buckets' P, to which floating-point parameters are converted; None keeps the parameters' own dtypes.
+        dtype: of the buckets' P, to which parameters are converted (`target_dtype`); None keeps the parameters' own dtypes.
         matrices: names of the parameters that Muon updates. They get buckets of their own, because Muon keeps one moment and
             AdamW two.
     """
@@ -186,7 +186,7 @@ def plan_buckets(
     members: dict[_Kind, dict[str, nn.Parameter]] = {}
     behind: set[str] = set()  # names of the root's parameters that are registered after a unit
     for name, parameter in model.named_parameters():  # yields a tied parameter only once
-        target = dtype if dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
+        target = target_dtype(parameter.dtype, dtype)
         is_trained = parameter.requires_grad and name in group_of
         unit = unit_of.get(parameter, ROOT)
         kind = _Kind(unit, target, is_trained, name in whole, name in matrices)
@@ -216,6 +216,14 @@ def plan_buckets(
             )
         )
     return plans
+
+
+def target_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """What tensors of the dtype `own` are converted to if `dtype` is asked for.
+
+    Floats of 8 bits stay as they are, like integers: they are a quantized weight, which its module scales if it finds that dtype.
+    """
+    return dtype if dtype is not None and own.is_floating_point and own.itemsize > 1 else own
 
 
 def share_buckets(plans: Sequence[BucketPlan], most_numel: int) -> list[BucketPlan]:
