@@ -42,7 +42,7 @@ class WarmupLR(LRSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         if warmup_max_lr is None:
-            warmup_max_lr = [group["lr"] for group in optimizer.param_groups]
+            warmup_max_lr = _own_rates(optimizer)
         self.min_lrs = per_group(optimizer, "warmup_min_lr", warmup_min_lr)
         self.max_lrs = per_group(optimizer, "warmup_max_lr", warmup_max_lr)
         self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
@@ -105,7 +105,7 @@ class WarmupCosineLR(LRSchedule):
         self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type)
         self.warmup_min_ratio = number("warmup_min_ratio", warmup_min_ratio)
         self.cos_min_ratio = number("cos_min_ratio", cos_min_ratio)
-        self.base_lrs = [group["lr"] for group in optimizer.param_groups]
+        self.base_lrs = _own_rates(optimizer)
         super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
@@ -319,6 +319,11 @@ def _with_its_own_parameters(schedule: Any) -> Any:
             self.step(state["last_epoch"])
 
     return type(schedule.__name__, (schedule,), {"load_state_dict": load_state_dict})
+
+
+def _own_rates(optimizer: Any) -> list[float]:
+    """The optimizer's learning rates; torch's optimizers also take tensors of one element."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def _risen(step: int, num_steps: int, kind: str) -> float:

@@ -94,6 +94,13 @@ def test_warmup_rises_to_the_optimizers_own_rate():
     assert rates(make("WarmupLR", lr=0.25, warmup_num_steps=2, warmup_type="linear"), 4) == [0.0, 0.0, 0.125, 0.25]
 
 
+@pytest.mark.parametrize("name, more", [("WarmupLR", {}), ("WarmupCosineLR", {"total_num_steps": 5})])
+def test_the_optimizers_own_rate_may_be_a_tensor(name, more):
+    number, tensor = (make(name, lr=lr, warmup_num_steps=2, **more) for lr in (0.25, torch.tensor(0.25)))
+    assert rates(tensor, 6) == rates(number, 6)
+    assert all(type(rate) is float for rate in tensor.get_lr())
+
+
 def test_warmup_of_one_step_counts_as_two():
     assert rates(make("WarmupLR", warmup_num_steps=1, warmup_type="linear"), 4) == [0.0, 0.0, 0.5, 1.0]
 
