@@ -36,6 +36,7 @@ OF_MODULE = {
 OF_ENGINE = {
     "_zero3_consolidated_16bit_state_dict": _WHOLE,
     "clip_grad_norm_": "gradient_clipping in the configuration clips at every update",
+    "coalesce_grad_reduction": "set_gradient_accumulation_boundary(False) before a backward says that more follow",
     "eval_batch": _PIPELINE,
     "monitor": _METRICS,
     "offload_states": _OFFLOAD,

@@ -24,14 +24,19 @@ logger = getLogger("megazero")
 
 _UNITS = "initialize(zero_units=[...]) chooses what is gathered together"
 _ABSENT = {  # what DeepSpeed has and this has not: what to do instead
+    "OnDevice": "build the model under zero.Init, which never holds all of it",
     "RepeatingLoader": "call iter(loader) again where it ends",
     "get_z3_leaf_modules": _UNITS,
     "groups": "the groups are in megazero.mpu, under Megatron-LM's names",
     "log_dist": 'use logging.getLogger("megazero")',
     "logging": "the logger is megazero.utils.logger",
+    "safe_update_full_grad_vectorized": "call safe_get_full_grad and safe_set_full_grad for each parameter, on every rank",
     "set_z3_leaf_module": _UNITS,
     "set_z3_leaf_modules": _UNITS,
+    "set_z3_leaf_modules_by_name": _UNITS,
+    "set_z3_leaf_modules_by_suffix": _UNITS,
     "unset_z3_leaf_modules": _UNITS,
+    "z3_leaf_module": _UNITS,
 }
 
 __all__ = [
