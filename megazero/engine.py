@@ -40,7 +40,13 @@ from megazero.zero.placement import Placement, placed
 from megazero.zero.replicas import Replicas
 from megazero.zero.schedule import Schedule
 from megazero.zero.tiling import tile_places
-from megazero.zero.unfit import refuse_max_norm, refuse_scripted, refuse_shared_memory, refuse_wrapped
+from megazero.zero.unfit import (
+    refuse_max_norm,
+    refuse_other_models,
+    refuse_scripted,
+    refuse_shared_memory,
+    refuse_wrapped,
+)
 from megazero.zero.units import plan_buckets, select_units, share_buckets
 
 __all__ = ["Engine", "EngineStateError", "weight_decay_groups"]
@@ -77,9 +83,9 @@ class Engine:
         reduction_timers: receive, as "allreduce", the part of the reductions' time that backward has not hidden; None by default.
 
     Raises:
-        ValueError: data-parallel ranks start with different weights or would get different ones (`nn.Embedding(max_norm=)`),
-            nothing is trainable, the optimizer is not elementwise, or the groups do not make up the world; or a parameter that
-            is not declared as cut is missing on a tensor-parallel rank, or has another shape there.
+        ValueError: data-parallel ranks have different models, start with different weights or would get different ones
+            (`nn.Embedding(max_norm=)`), nothing is trainable, the optimizer is not elementwise, or the groups do not make up the
+            world; or a parameter that is not declared as cut is missing on a tensor-parallel rank, or has another shape there.
     """
 
     optimizer: Any
@@ -116,6 +122,7 @@ class Engine:
         self.sharding = self.zero.sharding
         if groups.data_parallel_size > 1 and optimizer_factory is not None and not self.sharding.parameters:
             refuse_max_norm(model)  # sharded parameters refuse every write in a forward
+        refuse_other_models(model.named_parameters(), group_of, groups.data)
         cuts, num_shards = partitions(model), self.zero.num_shards(groups.data_parallel_size)
         units = select_units(model, zero_units)
         if self.sharding.gradients:

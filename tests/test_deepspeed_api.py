@@ -684,5 +684,20 @@ def differing_case(folder: str) -> None:
     train(deepspeed.initialize(model=make_model(), config={**CONFIG, **own})[0])
 
 
+def other_models_case() -> None:
+    rank = torch.distributed.get_rank()
+    model = make_model()
+    model.register_buffer("mask", torch.ones(3 + rank))
+    with pytest.raises(ValueError, match="different models: mask are not"):
+        deepspeed.initialize(model=model, config=CONFIG)
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("ab", "ba")[rank]})
+    with pytest.raises(ValueError, match=r"different models: a.weight, b.weight are not"):
+        deepspeed.initialize(model=model, config=CONFIG)
+
+
+def test_ranks_with_other_models_are_refused_before_they_take_the_first_ones_values():
+    run_ranks(2, other_models_case)
+
+
 def test_ranks_with_other_settings_are_refused_but_for_their_own_paths_and_logs(tmp_path):
     run_ranks(2, differing_case, str(tmp_path))

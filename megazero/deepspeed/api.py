@@ -21,7 +21,7 @@ from megazero.zero.init import suspended
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import ReleasedParameter
 from megazero.zero.registry import bucket_of
-from megazero.zero.unfit import refuse_shared_memory, refuse_wrapped
+from megazero.zero.unfit import refuse_other_models, refuse_shared_memory, refuse_wrapped
 from megazero.zero.units import target_dtype
 
 logger = get_logger(__name__)
@@ -76,7 +76,7 @@ def initialize(
 
     Raises:
         DeepSpeedConfigError: the arguments or the configuration are wrong; this is a ValueError and an AssertionError.
-        ValueError: ranks have different configurations.
+        ValueError: ranks have different configurations or models.
     """
     if not isinstance(model, nn.Module):
         raise DeepSpeedConfigError(f"megazero.initialize needs a model (an nn.Module), got {type(model).__name__}.")
@@ -105,6 +105,9 @@ def initialize(
     else:
         refuse_shared_memory(model)  # here too: a move to a GPU would give each its own
     grouped = named_groups(param_groups, model)
+    refuse_other_models(
+        (*model.named_parameters(), *model.named_buffers()), grouped[0], groups.data
+    )  # here too, with buffers
     _place(model, groups, told)
     declare_cuts(model, groups)
     if torch.distributed.get_rank() == 0:  # a script's own log may show every rank

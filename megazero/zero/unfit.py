@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megazero import comm
+from megazero.logging import some
 from megazero.zero.parameter import ReleasedParameter
 from megazero.zero.storage import storage_id
+from megazero.zero.units import shape_of
 
 # By name, so that nothing imports torch's FSDP to ask.
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -39,6 +42,29 @@ def refuse_shared_memory(model: nn.Module) -> None:
                 "load_state_dict(assign=True), and would be trained apart from each other. Make them one parameter "
                 "(a.weight = b.weight), or give each its own memory (a.weight.data = a.weight.data.clone())."
             )
+
+
+def refuse_other_models(
+    named: Iterable[tuple[str, Tensor]], group_of: Mapping[str, int], group: comm.ProcessGroup
+) -> None:
+    """Raises on every rank if data-parallel ranks have different models, whose values and gradients cannot be exchanged.
+
+    Collective over the data-parallel `group`.
+
+    Args:
+        named: the tensors that its ranks exchange, in the model's order.
+        group_of: index of the optimizer's parameter group, by full parameter name.
+    """
+    mine, before = {}, ""
+    for name, tensor in named:
+        mine[name] = before, shape_of(tensor), str(tensor.dtype), tensor.requires_grad, group_of.get(name)
+        before = name  # in another order, ranks would exchange one parameter for another
+    if unlike := comm.differing_names(mine, group):
+        raise ValueError(
+            f"The data-parallel ranks have different models: {some(unlike)} are not on all of them, or differ in shape, dtype, "
+            "requires_grad, optimizer group, or what comes before them. Build the model alike on every rank, in one order (that "
+            "of a Python set differs from process to process), and convert, freeze and group its parameters alike."
+        )
 
 
 def refuse_max_norm(model: nn.Module) -> None:

@@ -172,6 +172,36 @@ def test_replicas_that_start_differently_are_refused_on_every_rank():
     run_ranks(2, different_weights_case)
 
 
+class Named(nn.Module):
+    """Linear layers of one shape, by name, and a root parameter."""
+
+    def __init__(self, names: str, size: int = 2, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({name: nn.Linear(size, 2) for name in names})
+        self.scale = nn.Parameter(torch.ones(2, dtype=dtype))
+
+
+def different_models_case() -> None:
+    mpu.initialize_model_parallel(1)
+    is_second = torch.distributed.get_rank() == 1
+    for first, second, named in (
+        (Named("ab"), Named("ba"), r"layers.a.weight, layers.b.weight are not"),  # all have the same values
+        (Named("ab"), Named("abc"), r"layers.c.bias, layers.c.weight are not"),
+        (Named("a"), Named("a", size=3), r"layers.a.weight are not"),
+        (Named("a"), Named("a", dtype=torch.bfloat16), r"scale are not"),
+        (Named("a"), Named("a").requires_grad_(False), r"layers.a.bias, layers.a.weight, scale are not"),
+    ):
+        with pytest.raises(ValueError, match=f"different models: {named}"):
+            make_engine(second if is_second else first)
+    model, grouped = Named("a"), {"layers.a.weight": 0, "layers.a.bias": int(is_second), "scale": 1}
+    with pytest.raises(ValueError, match=r"different models: layers.a.bias are not"):
+        Engine(model, mpu.get_groups(), OPTIMIZERS["sgd"], grouped, [{}, {}])
+
+
+def test_replicas_that_are_other_models_are_refused_on_every_rank():
+    run_ranks(2, different_models_case)
+
+
 class CountedOperations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
