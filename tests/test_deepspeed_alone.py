@@ -61,7 +61,7 @@ def alone_case(folder: str) -> None:
             "load_checkpoint": lambda: engine.load_checkpoint(folder),
             "save_16bit_model": lambda: engine.save_16bit_model(folder),
             "safe_set_full_fp32_param of 0.weight": lambda: utils.safe_set_full_fp32_param(weight, values["0.weight"]),
-            "GatheredParameters": lambda: deepspeed.zero.GatheredParameters(weight).__enter__(),
+            "GatheredParameters of 0": lambda: deepspeed.zero.GatheredParameters(weight).__enter__(),
         }.items():
             with pytest.raises(RuntimeError, match=called.format(name)):
                 call()

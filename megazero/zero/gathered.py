@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero import comm
+from megazero.logging import some
 from megazero.zero.bucket import Bucket
 from megazero.zero.external import register_external_parameter
 from megazero.zero.registry import bucket_of
@@ -31,8 +32,8 @@ class GatheredParameters:
 
     Raises:
         TypeError: something else than parameters is given, such as the names that a dict iterates over.
-        RuntimeError: some ranks did not enter; an enclosing context has gathered a sharded parameter already; a parameter was
-            changed without `modifier_rank`, or was given data of another shape.
+        RuntimeError: some ranks did not enter, or did with other parameters; an enclosing context has gathered a sharded
+            parameter already; a parameter was changed without `modifier_rank`, or was given data of another shape.
     """
 
     def __init__(
@@ -50,13 +51,13 @@ class GatheredParameters:
                     f"GatheredParameters: found a {type(other).__name__} among the parameters. Give parameters, such as "
                     "module.parameters() or the values() of a dict."
                 )
-        self._parameters = [parameter for parameter in given if isinstance(parameter, nn.Parameter)]
-        self.buckets: list[Bucket] = []
-        for parameter in self._parameters if enabled else []:
-            bucket = bucket_of(parameter)
-            if bucket is not None and bucket not in self.buckets:
-                self.buckets.append(bucket)
-            if bucket is not None and (reader := fwd_module or _reader_of(bucket)) is not None:
+        parameters = [parameter for parameter in given if isinstance(parameter, nn.Parameter)] if enabled else []
+        held = {parameter: bucket for parameter in parameters if (bucket := bucket_of(parameter)) is not None}
+        # In one order on every rank: that of a set differs from process to process.
+        self._parameters = sorted(held, key=lambda p: (held[p].name, held[p].segment_of(p).name))
+        self.buckets = list(dict.fromkeys(held[parameter] for parameter in self._parameters))
+        for parameter in self._parameters:
+            if (reader := fwd_module or _reader_of(held[parameter])) is not None:
                 register_external_parameter(reader, parameter)
         if modifier_rank is None:  # whole parameters can be read at any time
             self.buckets = [bucket for bucket in self.buckets if bucket.sharding.parameters]
@@ -80,7 +81,8 @@ class GatheredParameters:
                     "which would overwrite the change. Call engine.optimizer.finish() on every rank before."
                 )
         if self.buckets:
-            self.buckets[0].channel.meet("GatheredParameters")
+            named = [[b.name] if b.sharding.parameters else self._names(b) for b in self.buckets]
+            self.buckets[0].channel.meet(f"GatheredParameters of {some([name for names in named for name in names])}")
         for bucket in self.buckets:
             bucket.await_update()
         # The others are gathered already, such as in their unit's own forward, and stay so.
@@ -143,12 +145,15 @@ class GatheredParameters:
                 "engine.destroy(); or assign a new nn.Parameter to the module, before initialize."
             )
 
+    def _names(self, bucket: Bucket) -> list[str]:
+        """Those of the parameters that lie in the bucket."""
+        return [bucket.segment_of(parameter).name for parameter in self._parameters if bucket_of(parameter) is bucket]
+
     def _to_send(self, bucket: Bucket) -> list[Tensor]:
         """The parts of P that the modifier rank sends. If P is not sharded, other contexts may be open on the rest of it."""
         if bucket.sharding.parameters:
             return [bucket.weights.flat]
-        mine = [p for p in dict.fromkeys(self._parameters) if bucket_of(p) is bucket]
-        return [bucket.weights.views[bucket.segment_of(parameter).name] for parameter in mine]
+        return [bucket.weights.views[name] for name in self._names(bucket)]
 
 
 def _is_in_use(bucket: Bucket) -> bool:

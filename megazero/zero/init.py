@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
+from itertools import count
 from typing import Any
 from weakref import ref
 
@@ -125,6 +126,7 @@ class Init:
         self.enabled = enabled
         self._handles: list[Any] = []
         self._seen: list[ref[nn.Module]] = []  # in the same order on every rank
+        self._numbers = count()  # of its buckets
         if not enabled:
             return
         comm.init_distributed()
@@ -195,7 +197,8 @@ class Init:
         for dtype, parameters in by_dtype.items():
             entries = [(name, tuple(p.shape), NO_GROUP, False) for name, p in parameters.items()]
             layout = BucketLayout.build(entries, self.channel.size)
-            plan = BucketPlan(type(module).__name__, ROOT, dtype, False, parameters, layout, Sharding.of_stage(3))
+            name = f"{type(module).__name__} {next(self._numbers)}"
+            plan = BucketPlan(name, ROOT, dtype, False, parameters, layout, Sharding.of_stage(3))
             bucket = Bucket(plan, self.channel, param_home=self._home, device=comm.local_device())
             comm.broadcast_(bucket.weights.flat, self.channel.group)
             bucket.adopt_gathered()

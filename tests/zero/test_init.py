@@ -541,6 +541,37 @@ def test_gathered_parameters_on_some_ranks_only_is_reported():
     run_ranks(2, lonely_case)
 
 
+def any_order_case(stage: int) -> None:
+    mpu.initialize_model_parallel(1)
+    rank = mpu.get_data_parallel_rank()
+    with zero.Init(enabled=stage == 3):
+        model = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(2))
+
+    def fill(values: list[float], writers: tuple[int, ...]) -> None:
+        weights = [layer.weight for layer in model]
+        with zero.GatheredParameters(weights[::-1] if rank else weights, modifier_rank=0), torch.no_grad():
+            for weight, value in zip(weights, values if rank in writers else [], strict=False):
+                weight.fill_(value)
+
+    fill([1.0, 2.0], writers=(0, 1))  # without an engine, where units have no names of their own
+    engine = make_engine(model, stage)
+    assert [float(weight.mean()) for weight in engine.state_dict().values()] == [1.0, 2.0]
+    fill([3.0, 4.0], writers=(0,))
+    assert [float(weight.mean()) for weight in engine.state_dict().values()] == [3.0, 4.0]
+    names = ["0", "1"] if stage == 3 else ["0.weight", "1.weight"]
+    here, there = (", ".join(names[:count]) for count in (1 + rank, 2 - rank))
+    told = (
+        f"GatheredParameters of {here} was called on rank {rank}, but GatheredParameters of {there} on rank {1 - rank}"
+    )
+    with pytest.raises(RuntimeError, match=told):
+        zero.GatheredParameters([layer.weight for layer in model][: 1 + rank], modifier_rank=0).__enter__()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gathered_parameters_may_be_given_in_another_order_on_every_rank_but_not_others(stage):
+    run_ranks(2, any_order_case, stage)
+
+
 class Wrapped(nn.Module):
     """A linear layer's parameters in another module, beside trained ones, as LoRA does it."""
 
