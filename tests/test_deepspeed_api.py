@@ -469,6 +469,9 @@ def state_case(stage: int) -> None:
     assert all((after[name] - state[name]).abs().max() < 0.05 for name in state), "one step moves by the learning rate"
     with pytest.raises(RuntimeError, match="missing"):
         engine.load_module_state_dict({})
+    with pytest.raises(RuntimeError, match=r"^(rank 1 failed: RuntimeError: )?load_module_state_dict: missing"):
+        engine.load_module_state_dict({} if torch.distributed.get_rank() == 1 else state)  # on one rank: on all
+    assert all(torch.equal(value, after[name]) for name, value in engine.state_dict().items())
     assert engine.save_16bit_model("unused", "unused") is False if stage == 3 else True
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero import comm
 from megazero.zero.bucket import MASTER, Bucket, Tile
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.optimizer import BucketOptimizer
@@ -295,27 +296,30 @@ def state_dict(module: nn.Module, buckets: list[Bucket], kept: Callable[[Any], A
 
 
 def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, Any], strict: bool = True) -> None:
-    """Writes full values, the same on every rank, into parameters and buffers, master weights included.
+    """Writes full values, the same on every rank, into parameters and buffers, master weights included. Collective.
 
     Raises:
-        RuntimeError: names are missing or unknown (with `strict`), or a shape differs; nothing has been written then.
+        RuntimeError: names are missing or unknown (with `strict`), or a shape differs, on some rank; nothing has been written.
     """
-    known = module.state_dict(keep_vars=True)
-    missing, unknown = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
-    if strict and (missing or unknown):
-        raise RuntimeError(
-            f"load_module_state_dict: missing {missing}, unknown {unknown}. strict=False takes what is there."
-        )
-    parameters, again = ids_of_parameters(buckets), module.state_dict(keep_vars=True)
+    known, again = (module.state_dict(keep_vars=True) for _ in range(2))
     # What a module makes anew cannot be written to, and its extra state is its own to take.
     made = {name for name, value in known.items() if value is not again[name] or not isinstance(value, Tensor)}
     made |= {name for name in known if name.rpartition(".")[2] == "_extra_state"}
-    extra = {name: state[name] for name in state if name in made}
+    parameters, extra = ids_of_parameters(buckets), {name: state[name] for name in state if name in made}
     # In the module's order: the last name of a buffer that has several decides, as in torch, and alike on all ranks.
     given = {name: state[name] for name in known if name in state and name not in made}
-    for name, value in given.items():
-        if tuple(value.shape) != (shape := shape_of(known[name])):
-            raise RuntimeError(f"load_module_state_dict: {name} has shape {shape}, got {tuple(value.shape)}.")
+
+    def check() -> None:
+        missing, unknown = sorted(known.keys() - state.keys()), sorted(state.keys() - known.keys())
+        if strict and (missing or unknown):
+            raise RuntimeError(
+                f"load_module_state_dict: missing {missing}, unknown {unknown}. strict=False takes what is there."
+            )
+        for name, value in given.items():
+            if tuple(value.shape) != (shape := shape_of(known[name])):
+                raise RuntimeError(f"load_module_state_dict: {name} has shape {shape}, got {tuple(value.shape)}.")
+
+    comm.together(check)  # a script may have given the state to the first rank only
     with torch.no_grad():
         for name, value in given.items():
             if id(known[name]) not in parameters:
