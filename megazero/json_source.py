@@ -13,7 +13,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def read_source(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]
         DeepSpeedConfigError: the source is none of these, is not valid JSON, or gives a key twice.
     """
     if isinstance(source, Mapping):
-        return copy.deepcopy(dict(source))
+        return _as_json(source)
     if not isinstance(source, (str, os.PathLike)):
         raise DeepSpeedConfigError(f"A configuration is a dict, a path or base64 text, got {type(source).__name__}.")
     if os.path.isfile(source):
@@ -54,6 +54,19 @@ def read_source(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]
     if not text.lstrip().startswith("{"):  # a short file name can be valid base64 by chance
         raise DeepSpeedConfigError(f"The configuration {str(source)!r} is neither an existing file nor base64 of JSON.")
     return parse_json(text, "the base64 configuration")
+
+
+def _as_json(value: Any) -> Any:
+    """A new copy of `value` in the types that a file would give: of other mappings, sequences, paths, and numpy's numbers."""
+    if isinstance(value, Mapping):
+        return {name: _as_json(item) for name, item in value.items()}
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):  # numpy's scalars and arrays, and tensors
+        value = value.tolist()
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_as_json(item) for item in value]
+    return copy.deepcopy(value)
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:

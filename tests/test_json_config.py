@@ -7,10 +7,14 @@ import json
 import logging
 import math
 import sys
+from collections import UserDict, UserList
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
+import numpy as np
 import pytest
+import torch
 
 from megazero.arguments import load_config
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
@@ -119,6 +123,28 @@ def test_comments_and_trailing_commas_pass_and_strings_stay():
 def test_what_is_not_json_is_located(text, message):
     with pytest.raises(DeepSpeedConfigError, match=message):
         parse_json(text, "x")
+
+
+def test_values_in_types_that_no_file_gives_are_those_of_a_file(tmp_path):
+    adam = {"type": "Adam", "params": {"lr": 0.5, "betas": [0.5, 0.75]}}
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    plain = {"train_batch_size": 4, "bf16": {"enabled": True}, "gradient_clipping": 0.5, "optimizer": adam}
+    plain["zero_optimization"] = {"stage": 3, "offload_optimizer": offload}
+    own_lists = {"lr": np.float32(0.5), "betas": UserList([0.5, 0.75])}  # as omegaconf's configurations have
+    arrays = {"lr": torch.tensor(0.5), "betas": np.array([0.5, 0.75])}
+    for params in (own_lists, arrays):
+        own = {
+            "train_batch_size": np.int64(4),
+            "bf16": {"enabled": np.bool_(True)},
+            "gradient_clipping": np.float32(0.5),
+            "optimizer": UserDict({"type": "Adam", "params": params}),
+            "zero_optimization": {
+                "stage": np.int8(3),
+                "offload_optimizer": MappingProxyType({**offload, "nvme_path": tmp_path}),
+            },
+        }
+        read = load_json_config(MappingProxyType(own))
+        assert read == load_json_config(plain) and json.dumps(read.optimizer.params) == json.dumps(adam["params"])
 
 
 def test_the_source_is_not_changed_and_not_shared():
