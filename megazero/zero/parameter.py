@@ -320,10 +320,10 @@ def _message(func: Callable, parameter: nn.Parameter | None) -> str:
 _T = torch.Tensor
 _SETTABLE = ("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _FACTS = (
-    *("shape", "dtype", "device", "layout", "ndim", "is_leaf", "is_cuda", "is_cpu", "is_meta"),
-    *("is_sparse", "is_quantized", "is_nested", "grad_fn", "_version", "itemsize"),
+    *("shape", "dtype", "device", "layout", "ndim", "grad_fn", "retains_grad", "_version", "itemsize"),
+    *(name for name in dir(_T) if name.startswith("is_") and not callable(getattr(_T, name))),  # is_leaf, is_cuda, ...
 )
-_OF_MEMORY = {_T.untyped_storage, _T.data_ptr, _T.__repr__}  # questions whose answers give access to values
+_OF_MEMORY = {_T.untyped_storage, _T.data_ptr, _T.__repr__, _T.__format__}  # their answers give access to values
 _QUESTIONS = {
     *_OF_MEMORY,
     *(getattr(_T, name).__get__ for name in (*_FACTS, *_SETTABLE)),
@@ -332,7 +332,7 @@ _QUESTIONS = {
     *(torch.is_floating_point, torch.is_complex, _T.get_device),
     *(_T.requires_grad_, _T.__hash__, _T.register_post_accumulate_grad_hook, _T.register_hook),
     torch._has_compatible_shallow_copy_type,  # nn.Module.to asks it of every parameter
-    *(_T.stride, _T.storage_offset, _T.__len__),
+    *(_T.stride, _T.storage_offset, _T.__len__, _T.__dir__),
 }
 _WITHOUT_GRAPH = {  # functions that make no graph, even with autograd on
     *(_T.data.__get__, _T.data.__set__, _T.detach),  # type: ignore[attr-defined]

@@ -328,7 +328,8 @@ def refusals_case(stage3: bool) -> None:
     assert model.to(torch.device("cpu")).float().cpu() is model and weight.shape == (0,), "what is there already stays"
     assert "weight" in repr(weight) and weight.dtype == torch.float32 and weight.numel() == 0
     assert torch.is_floating_point(weight) and not torch.is_complex(weight) and weight.itemsize == 4
-    assert weight.is_cpu and weight.get_device() == -1
+    assert weight.is_cpu and weight.get_device() == -1 and not (weight.is_mps or weight.retains_grad)
+    assert f"{weight}" == repr(weight) and "ds_shape" in dir(weight), "as a debugger and the completion of names ask"
     names = [name for name, p in model.named_parameters() if p.dim() >= 2]
     assert names == ["0.up.weight", "0.down.weight", "1.up.weight", "1.down.weight"], (
         "as scripts choose what has weight decay"
