@@ -2,8 +2,8 @@
 
 Parameters stay registered in their modules and become views of the storage. If P is sharded, `release` frees the storage's
 memory and `gather` refills the same storage, because autograd saves views of weights, which must find them in backward. Only
-what a script may have taken out of a GatheredParameters context keeps its memory (`is_lent`): P then takes another storage, and
-graphs from before keep the values.
+what a script may have taken out of a GatheredParameters context (`is_lent`), or into numpy anywhere, keeps its memory: P then
+takes another storage, and graphs from before keep the values.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Weights:
             for parameter in self.parameters.values():
                 parameter.data = self._empty
                 parameter.__class__ = ReleasedParameter
-            if self.is_lent:
+            if self.is_lent or not self.flat.untyped_storage().resizable():  # as torch says where numpy has the memory
                 self._take_other_storage()
             self.flat.untyped_storage().resize_(0)
             if self._versions != self._current_versions():

@@ -170,6 +170,16 @@ def test_what_is_taken_out_of_gathered_parameters_stays_valid_after_another_cont
     run_ranks(2, keeps_after_another_case)
 
 
+@pytest.mark.parametrize("run", ["plain", "reentrant", "not reentrant"])
+def test_what_a_forward_gives_to_numpy_stays_valid(one_rank, run):
+    plain, engine = fresh(3, toy={"run": run}), fresh(3, toy={"run": run})
+    arrays, before = [], plain.state_dict()["blocks.0.up.weight"].numpy()
+    engine.module.blocks[0].up.register_forward_hook(lambda layer, *_: arrays.append(layer.weight.detach().numpy()))
+    for k in range(3):
+        assert torch.equal(one_step(engine, my_batch(k)), one_step(plain, my_batch(k)))
+    assert (arrays[0] == before).all() and (arrays[-1] != before).any()
+
+
 class Interrupted(Block):
     is_on = False
 
