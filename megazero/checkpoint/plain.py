@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -245,6 +245,8 @@ _ADVICE = (
     *((base, f"pass {base.__name__}(...) of it") for base in (int, float, str, bytes, dict, list, set, tuple)),
     (bytearray, "pass bytes(...) of it"),
     ((os.PathLike, torch.dtype, torch.device), "pass str(...) of it"),
+    (Mapping, "pass dict(...) of it"),
+    (Sequence, "pass list(...) of it"),
     (Tensor, "pass a plain tensor with all of its values"),
     ((np.ndarray, np.generic), "pass an array of numbers or bools, or a list"),
 )

@@ -172,6 +172,8 @@ REFUSED = [
     (Point(), "Point", "asdict"),
     (Pair(1, 2), "Pair", "tuple"),
     (collections.defaultdict(list), "collections.defaultdict", "dict"),
+    (collections.UserDict(a=1), "collections.UserDict", "dict(...)"),  # as omegaconf's DictConfig and ListConfig
+    (collections.UserList([1]), "collections.UserList", "list(...)"),
     (pathlib.Path("a"), "Path", "str"),
     (torch.float16, "torch.dtype", "str"),
     (torch.device("cpu"), "torch.device", "str"),
