@@ -59,11 +59,11 @@ class ReleasedParameter(nn.Parameter):
             return func(torch.empty(target.ds_shape, device="meta"), *args[1:], **(kwargs or {}))
         if writers and target is not None and _record(target):
             may_have_graph = torch.is_grad_enabled() and func not in _WITHOUT_GRAPH  # graphs keep what is released
-            if func not in _QUESTIONS and (_is_in_place(func, flat[0], target) or not may_have_graph):
+            if not _asks(func, args, kwargs) and (_is_in_place(func, flat[0], target) or not may_have_graph):
                 return _written(target, func, args, kwargs or {})
         if func in _MOVES and target is not None and _stays(func, args, kwargs or {}, target):
             return target
-        if func in _QUESTIONS:
+        if _asks(func, args, kwargs):
             with asked_directly():
                 return func(*args, **(kwargs or {}))
         if target is not None and not _writes(func, flat[0], target) and _gather_for_reading(target):
@@ -221,6 +221,11 @@ def _place(parameter: nn.Parameter) -> tuple[Bucket, Segment]:
     return record
 
 
+def _asks(func: Callable, args: tuple, kwargs: dict | None) -> bool:
+    """Whether it is a question about the tensor, as `p.type()` is, which a printed ParameterDict asks; `p.type(dtype)` moves."""
+    return func in _QUESTIONS or (func is _T.type and len(args) == 1 and not kwargs)
+
+
 def _is_in_place(func: Callable, first: Any, target: Tensor) -> bool:
     name = getattr(func, "__name__", "")
     return first is target and name.endswith("_") and not name.endswith("__")
@@ -340,6 +345,6 @@ _WITHOUT_GRAPH = {  # functions that make no graph, even with autograd on
     *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
 }
 _HANDING_OUT = {_T.numpy, _T.__array__, _T.__dlpack__, _T.__reduce_ex__, _T.untyped_storage, _T.storage, _T.data_ptr}
-_MOVES = {_T.to, _T.cuda, _T.cpu, _T.float, _T.half, _T.bfloat16, _T.data.__set__}  # type: ignore[attr-defined]
+_MOVES = {_T.to, _T.type, _T.cuda, _T.cpu, _T.float, _T.half, _T.bfloat16, _T.data.__set__}  # type: ignore[attr-defined]
 _DIMENSIONS = {_T.ndim.__get__, _T.dim, _T.ndimension}  # type: ignore[attr-defined]
 _GEOMETRY = {*_DIMENSIONS, _T.shape.__get__, _T.size, _T.numel, _T.nelement}  # type: ignore[attr-defined]

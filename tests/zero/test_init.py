@@ -325,11 +325,13 @@ def refusals_case(stage3: bool) -> None:
             RuntimeError, match=r"'?(up\.)?(0\.)?.*weight.* is sharded .*GatheredParameters\(params, modifier_rank=0\)"
         ):
             touch()
-    assert model.to(torch.device("cpu")).float().cpu() is model and weight.shape == (0,), "what is there already stays"
+    moved = model.to(torch.device("cpu")).float().cpu().type(torch.float32)
+    assert moved is model and weight.shape == (0,), "what is there already stays"
     assert "weight" in repr(weight) and weight.dtype == torch.float32 and weight.numel() == 0
     assert torch.is_floating_point(weight) and not torch.is_complex(weight) and weight.itemsize == 4
     assert weight.is_cpu and weight.get_device() == -1 and not (weight.is_mps or weight.retains_grad)
     assert f"{weight}" == repr(weight) and "ds_shape" in dir(weight), "as a debugger and the completion of names ask"
+    assert "torch.FloatTensor" in repr(nn.ParameterDict({"weight": weight}))
     names = [name for name, p in model.named_parameters() if p.dim() >= 2]
     assert names == ["0.up.weight", "0.down.weight", "1.up.weight", "1.down.weight"], (
         "as scripts choose what has weight decay"
