@@ -66,6 +66,24 @@ def values_case(stage: int, dtype: str, home: str, under_init: bool, folder: str
     mpu.destroy_model_parallel()
 
 
+def inference_mode_case() -> None:
+    plain, x = make_model(), x_of()
+    for stage in (0, 3):
+        model = make_model()
+        with torch.inference_mode():
+            engine = evaluator(stage, model)
+            assert torch.equal(engine(x), plain(x))
+        assert torch.equal(engine(x), plain(x)), "outside of it, too"
+        with torch.inference_mode():
+            engine.destroy()
+        model(x).sum().backward()  # it can be trained
+        mpu.destroy_model_parallel()
+
+
+def test_an_engine_is_made_and_ended_inside_of_inference_mode():
+    run_ranks(2, inference_mode_case)
+
+
 def every_kind_case(folder: str) -> None:
     for stage, dtype, home, under_init in (
         (0, "fp32", "none", False),

@@ -40,6 +40,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
+@torch.inference_mode(False)  # within which the caller may evaluate
 @suspended()  # a zero.Init around it does not shard what the callables among the arguments construct
 def initialize(
     args: Any = None,

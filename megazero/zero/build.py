@@ -75,6 +75,7 @@ def _fill(
     _check_replicas(sums, channel)
 
 
+@torch.inference_mode(False)  # within which the tensors could not be trained
 def dissolve(buckets: Iterable[Bucket]) -> None:
     """Gives every parameter a whole tensor of its own again."""
     for bucket in buckets:
