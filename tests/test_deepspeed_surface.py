@@ -273,6 +273,27 @@ def test_init_distributed_joins_as_the_rank_that_it_is_given():
     assert run_ranks(2, rank_given_case, free_port()) == [1, 0]
 
 
+def restarted_case(port: int, of_torchrun: bool) -> float:
+    """Joins again as a rank of one of two nodes, which have counted different numbers of restarts; the sum of the ranks + 1."""
+    rank = torch.distributed.get_rank()
+    comm.leave_distributed()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.update(GROUP_WORLD_SIZE="2", TORCHELASTIC_RESTART_COUNT=str(rank + 1))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(of_torchrun)
+    deepspeed.init_distributed("gloo", timeout=timedelta(seconds=20))
+    total = torch.tensor(rank + 1.0)
+    torch.distributed.all_reduce(total)
+    return total.item()
+
+
+def test_restarted_ranks_of_several_nodes_meet_in_a_new_store_and_are_told_so_in_torchruns_own():
+    assert run_ranks(2, restarted_case, free_port(), False) == [3.0, 3.0]
+    with pytest.raises(
+        AssertionError, match=r"restart \d by torchrun: .*Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node"
+    ):
+        run_ranks(2, restarted_case, free_port(), True)
+
+
 def test_a_rank_that_contradicts_the_environments_is_refused(no_world):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
         no_world.setenv(name, value)

@@ -250,13 +250,15 @@ def _adopt_open_mpi(port: int) -> None:
 
 
 def _join_by_environment(backend: str, timeout: timedelta) -> None:
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     # torchrun's store still has the addresses of the ranks before, under the same keys. On several nodes each counts its own
-    # restarts, so that they would look for each other under different keys until the timeout.
+    # restarts, so that they would look for each other under different keys until the timeout. A store of rank 0's is new.
+    is_of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if is_of_torchrun else 0
     if attempt and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
         raise OtherRankError(
-            f"restart {attempt} by torchrun: the ranks of several nodes cannot meet again. Let the batch system start "
-            "the whole job again (Slurm: --requeue), and give torchrun no --max-restarts."
+            f"restart {attempt} by torchrun: the ranks of several nodes cannot meet again in torchrun's own store. Set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node, and give torchrun --rdzv-backend c10d; or let the batch system "
+            "start the whole job again (Slurm: --requeue), and give torchrun no --max-restarts."
         )
     # Then torch makes each further group by a split of the world's communicator. One rank gains nothing by that, and NCCL 2.29,
     # which comes with torch 2.13, may fail to split a communicator of one ("device not ready", DeepSpeed's issue 8248).
