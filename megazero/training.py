@@ -85,6 +85,7 @@ def pretrain(
     Raises:
         ValueError: --calculate-per-token-loss without `count_tokens`, or sizes, data and checkpoints that do not fit; or --save
             holds the checkpoints of another run.
+        OtherRankError: the ranks of other nodes were signalled, and torchrun goes on without them.
     """
     started = time.monotonic()
     set_up_backends(config)
@@ -134,6 +135,12 @@ def pretrain(
             for section, dataset in (("valid", valid), ("test", test)):
                 evaluate_and_log(job, metrics, dataset, section, "the end of training")
     _finish(job, metrics)
+    if job.stopped and comm.is_left_by_nodes(job.stop.received is not None):
+        comm.leave_distributed()  # together with the ranks that were signalled, and end without an error
+        raise comm.OtherRankError(
+            "ranks of another node were signalled, and all have saved. Those of this node end as failed, so that torchrun starts "
+            "them again (--max-restarts). To end the job, signal the ranks of every node."
+        )
     return job
 
 

@@ -38,7 +38,7 @@ from megazero.reporting import metrics_writer, summary
 from megazero.stop_signal import StopSignal
 from megazero.timers import MOST_KEPT, Timers
 from megazero.training import _evaluating, _raise_not_finite, evaluate
-from tests.ranks import run_ranks, run_script
+from tests.ranks import free_port, run_ranks, run_script
 from tests.test_runner import ends_within
 from tests.tiny import TINY_MODEL, launch_job, logged, make_texts, make_vocabulary, run_command, run_job
 
@@ -552,6 +552,30 @@ def test_a_job_with_restarts_goes_on_from_its_checkpoint_when_a_rank_is_killed(c
     assert process.returncode == 0 and "failed (exitcode: -9) local_rank: 1" in output, output
     after = output.partition("WARNING: a rank has failed, and all were started again: restart 1 of 1\n")[2]
     assert "continuing after iteration 5" in after and "iteration       10/      10 |" in after, output
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_ranks_of_the_other_nodes_fail_when_one_node_is_signalled_if_torchrun_starts_them_again(
+    corpus, tmp_path, restarts
+):
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    where |= {"LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "pretrain_gpt2.py", *flags(corpus, tmp_path, 100_000)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **where, "RANK": node, "GROUP_RANK": node},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in "01"
+    ]
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
+    nodes[1].send_signal(signal.SIGTERM)
+    said = [node.communicate(timeout=60)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [int(restarts), 0], said
+    assert ("error: ranks of another node were signalled, and all have saved." in said[0]) == bool(int(restarts)), said
+    assert (tmp_path / "latest").exists() and "Traceback" not in "".join(said), said
 
 
 WAITS_FOR_ITS_DATA = """

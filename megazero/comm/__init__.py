@@ -11,7 +11,7 @@ there: see `ported`.
 from megazero.comm import ported
 from megazero.comm.channel import Channel, timeout_of
 from megazero.comm.collectives import Readout, all_gathered, all_reduced, broadcast_, start_all_reduce
-from megazero.comm.join import init_distributed, leave_distributed, told_world
+from megazero.comm.join import init_distributed, is_left_by_nodes, leave_distributed, told_world
 from megazero.comm.lane import Work
 from megazero.comm.meeting import meet_world
 from megazero.comm.ported import *  # noqa: F403
@@ -49,6 +49,7 @@ __all__ = [
     "has_streams",
     "init_distributed",
     "is_destroyed",
+    "is_left_by_nodes",
     "largest",
     "largest_of_each",
     "leave_distributed",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from megazero.comm.reach import refuse_unreachable
-from megazero.comm.world import OtherRankError, barrier, local_device
+from megazero.comm.world import OtherRankError, all_gathered_objects, barrier, local_device
 from megazero.files import allow_many_files
 
 UNLOCKED_S = 0.02  # on a busy machine a thread that waits for the interpreter's lock does not run at once
@@ -97,6 +97,20 @@ def leave_distributed() -> None:
         barrier()
         time.sleep(UNLOCKED_S)
         dist.destroy_process_group()
+
+
+def is_left_by_nodes(leaves: bool) -> bool:
+    """Whether ranks of other nodes leave the job, none of this one does, and torchrun can go on without them.
+
+    It does if this node's ranks fail: it starts them again, with those of the nodes that are there. Collective over the world.
+
+    Args:
+        leaves: whether this rank leaves.
+    """
+    node = os.environ.get("GROUP_RANK")
+    left = {where for where, leaves in all_gathered_objects((node, leaves)) if leaves}
+    count, most = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return bool(left) and node not in left and count < most and not _is_in_store_of_torchrun()
 
 
 @cache
@@ -252,8 +266,7 @@ def _adopt_open_mpi(port: int) -> None:
 def _join_by_environment(backend: str, timeout: timedelta) -> None:
     # torchrun's store still has the addresses of the ranks before, under the same keys. On several nodes each counts its own
     # restarts, so that they would look for each other under different keys until the timeout. A store of rank 0's is new.
-    is_of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if is_of_torchrun else 0
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if _is_in_store_of_torchrun() else 0
     if attempt and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
         raise OtherRankError(
             f"restart {attempt} by torchrun: the ranks of several nodes cannot meet again in torchrun's own store. Set "
@@ -279,6 +292,11 @@ def _join_by_environment(backend: str, timeout: timedelta) -> None:
         if explained := _explained(error):
             raise explained from error
         raise
+
+
+def _is_in_store_of_torchrun() -> bool:
+    """Whether the ranks meet in torchrun's store, which it keeps when it starts them again, and not in one that rank 0 makes."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _explained(error: RuntimeError) -> Exception | None:
