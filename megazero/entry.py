@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-OURS = ("__main__", "megazero", "data_tools")  # their errors say what to change
+OURS = ("__main__", "megazero", "data_tools", "pretrain_gpt2")  # their errors say what to change
 
 # Raised for wrong input, a full disk, too little memory or a diverged run. Any other error is a fault of this code and keeps its
 # traceback. So do a ValueError that another library raises, and an error without text.

@@ -97,6 +97,11 @@ def test_what_is_no_model_with_values_is_refused_in_one_line(corpus, tmp_path, r
     assert "error: make_model" in output and said in output and "Traceback" not in output, output
 
 
+def test_what_the_jobs_own_checks_refuse_is_one_line_in_a_script_that_imports_them(tmp_path):
+    output = train([], tmp_path)
+    assert "error: --train-data is missing" in output and "Traceback" not in output, output
+
+
 def test_a_continued_run_has_the_buffers_that_no_checkpoint_has(corpus, tmp_path):
     (whole := tmp_path / "whole").mkdir()
     (parts := tmp_path / "parts").mkdir()
