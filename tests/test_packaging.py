@@ -51,12 +51,14 @@ def test_the_wheel_of_the_source_archive_imports_with_its_version_and_its_types(
         metadata = next(file.read(name).decode() for name in file.namelist() if name.endswith("/METADATA"))
     version = (ROOT / "VERSION").read_text().strip()
     assert f"\nVersion: {version}\n" in metadata and "\nLicense-Expression: Apache-2.0\n" in metadata
-    code = "import megazero, data_tools; print(megazero.__version__, megazero.__file__)"
+    code = "import data_tools, evaluate_gpt2, generate_samples, megazero, pretrain_gpt2 as job; "
+    code += "print(megazero.__version__, megazero.__file__, job.__file__)"
     command = [sys.executable, "-c", code]
     result = subprocess.run(
         command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True
     )
-    assert result.stdout.split() == [version, str(tmp_path / "site" / "megazero" / "__init__.py")], result.stderr
+    paths = [str(tmp_path / "site" / name) for name in ("megazero/__init__.py", "pretrain_gpt2.py")]
+    assert result.stdout.split() == [version, *paths], result.stderr
     assert (tmp_path / "site" / "megazero" / "py.typed").exists()
     assert {p.name for p in (ROOT / "data_tools").glob("*.yaml")} == {
         p.name for p in (tmp_path / "site" / "data_tools").glob("*.yaml")
