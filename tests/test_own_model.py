@@ -34,7 +34,7 @@ def make_model(config, groups, device, dtype):
 
 
 def forward_step(job, iterator):
-    tokens, targets = pretrain_gpt2.get_batch(iterator, job)
+    tokens, targets = BATCH
     return cross_entropy(job.engine(tokens).flatten(0, 1), targets.flatten())
 
 
@@ -42,10 +42,21 @@ run_script(pretrain_gpt2.check, lambda checked: pretrain(*checked, make_model, f
 """
 
 
-def train(corpus: list[str], folder: Path, *flags: str, returned: str = "Own(config.vocab_size, device)") -> str:
+JOBS_BATCH = "pretrain_gpt2.get_batch(iterator, job)"
+OWN_BATCH = """torch.randint(0, 300, (2, job.micro_batch_size, 32),
+        generator=torch.Generator().manual_seed(job.consumed_samples + job.groups.data_parallel_rank))"""
+
+
+def train(
+    corpus: list[str],
+    folder: Path,
+    *flags: str,
+    returned: str = "Own(config.vocab_size, device)",
+    batch: str = JOBS_BATCH,
+) -> str:
     """What a run of two ranks says."""
     script = folder / "script.py"
-    script.write_text(SCRIPT.replace("RETURNED", returned))
+    script.write_text(SCRIPT.replace("RETURNED", returned).replace("BATCH", batch))
     return run_script(
         2, str(script), [*TINY_MODEL, *corpus, "--log-interval", "1", "--train-iters", "1", *flags]
     ).stdout
@@ -102,12 +113,13 @@ def test_what_the_jobs_own_checks_refuse_is_one_line_in_a_script_that_imports_th
     assert "error: --train-data is missing" in output and "Traceback" not in output, output
 
 
-def test_a_continued_run_has_the_buffers_that_no_checkpoint_has(corpus, tmp_path):
+@pytest.mark.parametrize("batch", [JOBS_BATCH, OWN_BATCH], ids=["data", "data of its own"])
+def test_a_continued_run_has_the_buffers_that_no_checkpoint_has_and_its_place_in_the_data(corpus, tmp_path, batch):
     (whole := tmp_path / "whole").mkdir()
     (parts := tmp_path / "parts").mkdir()
     constant = ("--lr-decay-style", "constant", "--train-iters")
-    train(corpus, whole, "--save", str(whole), *constant, "4")
+    train(corpus, whole, "--save", str(whole), *constant, "4", batch=batch)
     for iters in ("2", "4"):
-        train(corpus, parts, "--save", str(parts), "--load", str(parts), *constant, iters)
+        train(corpus, parts, "--save", str(parts), "--load", str(parts), *constant, iters, batch=batch)
     losses = [[line["loss"] for line in logged(folder)] for folder in (whole, parts)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
