@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from megazero.arguments import load_config
+from megazero.job import build_schedule
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
 from megazero.json_config.old_forms import DISABLED_ONLY
 from megazero.json_config.schema import default_of, every_key, show
@@ -24,6 +25,7 @@ from megazero.json_source import parse_json, strip_comments
 from megazero.nvme import PAGE
 from megazero.zero.config import ZeroConfig
 from megazero.zero.residency import GatherLimits
+from tests.optim.test_schedules import PARAMS, TORCHS, stepped
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted((ROOT / "scripts/configs").iterdir())
@@ -736,6 +738,18 @@ def test_auto_and_what_only_fits_with_the_flag_pass(tmp_path):
     config = with_flags(tmp_path, document, "--zero-stage 3 --offload-param cpu --batch-size 2 --lr 0.5 --fp16")
     assert (config.zero.stage, config.zero.offload_param, config.zero.offload_optimizer) == (3, "cpu", "cpu")
     assert config.training.batch_size == 2 and config.deepspeed.scheduler.params["cycle_max_lr"] == 0.5
+
+
+SCALED = {name: params for name, params in PARAMS.items() if name != "LRRangeTest"}  # which tries rates of its own
+
+
+@pytest.mark.parametrize("kind", [*SCALED, *(name for name, *_ in TORCHS)])
+def test_the_flag_is_the_peak_of_every_schedule_that_the_file_may_name(tmp_path, kind):
+    params = {**SCALED, **{name: params for name, params, _ in TORCHS}}[kind]
+    config = with_flags(tmp_path, {"scheduler": {"type": kind, "params": params}}, "--lr 2.5")
+    optimizer = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=0.0)
+    schedule = build_schedule(config, optimizer)
+    assert max(optimizer.param_groups[0]["lr"], *stepped(schedule, 19)) == pytest.approx(2.5)
 
 
 # Documentation

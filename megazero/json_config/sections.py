@@ -10,7 +10,7 @@ from megazero.json_source import DeepSpeedConfigError
 from megazero.nvme import AioConfig
 from megazero.optim.loss_scaler import DTYPES
 from megazero.optim.optimizers import optimizer_by_name
-from megazero.optim.schedules import scheduler_by_name
+from megazero.optim.schedules import SCHEDULES, scheduler_by_name
 
 _NVME = "for shards on NVMe"
 
@@ -87,11 +87,7 @@ class OptimizerSection:
 class SchedulerSection:
     """The learning-rate schedule by name."""
 
-    type: str = key(
-        MISSING,
-        OBEYED,
-        "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch.optim.lr_scheduler",
-    )
+    type: str = key(MISSING, OBEYED, f"{', '.join(SCHEDULES)}, or a class of torch.optim.lr_scheduler")
     params: dict[str, Any] = key({}, OBEYED, "those of the schedule, see below")
 
     def __post_init__(self) -> None:
