@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from megazero import comm
+from megazero.logging import some
 from megazero.optim.optimizers import TORCH_ELEMENTWISE
 from megazero.zero.bucket import MASTER, Bucket, Tile
 from megazero.zero.home import Vector
@@ -256,10 +257,19 @@ class SlicedOptimizer:
         Args:
             states: O of the slice's tile if it is at hand, and so is written home without this method.
             start: where that tile starts in the owned range.
+
+        Raises:
+            ValueError: it has a tensor with neither one number for each element nor one for all of them.
         """
-        bucket, state = piece.bucket, self.state.get(piece.master, {})
-        for key, value in [(key, value) for key, value in state.items() if _is_flat(value)]:
-            if _is_in_memory_of(bucket, key, piece, value):
+        bucket, state, numel = piece.bucket, self.state.get(piece.master, {}), piece.stop - piece.start
+        for key, value in [*state.items()]:
+            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != (numel,):
+                raise ValueError(
+                    f"{type(self.torch_optimizer).__name__} keeps {key!r} {list(value.shape)} for {numel} elements of "
+                    f"{some(_names_in(piece))}: states have one number for each element, or one for all of them, so that "
+                    "they can be cut and saved. Use another optimizer."
+                )
+            if not _is_flat(value) or _is_in_memory_of(bucket, key, piece, value):
                 continue
             if states and key in states:
                 part = states[key][piece.start - start : piece.stop - start]

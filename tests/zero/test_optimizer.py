@@ -233,6 +233,26 @@ def test_an_optimizer_unknown_to_be_elementwise_is_stepped_once(one_rank):
     assert [group["k"] for group in engine.optimizer.param_groups] == [1, 1]
 
 
+class BlockSgd(CountingSgd):
+    """Keeps a number for each block of elements, as optimizers with 8-bit moments do."""
+
+    shape: tuple[int, ...]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        super().step()
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p]["scale"] = torch.ones(self.shape)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1)])
+def test_states_that_could_not_be_saved_are_refused_at_the_first_step(one_rank, monkeypatch, shape):
+    monkeypatch.setattr(BlockSgd, "shape", shape, raising=False)
+    engine = engine_of(toy(), BlockSgd, allow_untested_optimizer=True)
+    with pytest.raises(ValueError, match=r"BlockSgd keeps 'scale' \[3.* for [1-9]\d+ elements"):
+        one_step(engine, 0)
+
+
 @pytest.mark.parametrize("delayed", [0, 1])
 def test_after_an_update_that_failed_in_the_middle_only_a_checkpoint_goes_on(one_rank, tmp_path, monkeypatch, delayed):
     engine = make_engine(toy(), 2, zero={"offload_optimizer": "cpu", "delayed_param_update": delayed})
