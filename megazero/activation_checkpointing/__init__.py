@@ -105,7 +105,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     dtypes are kept as they are.
 
     Args:
-        function: gives the same result each time: tensors and anything else, in lists, tuples and dicts.
+        function: gives the same result each time: tensors and anything else, in lists, tuples and dicts. Tensors that it leaves
+            elsewhere, such as in an attribute, get no gradient.
         args, kwargs: tensors and anything else, in lists, tuples and dicts.
 
     Raises:
