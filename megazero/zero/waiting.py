@@ -22,13 +22,15 @@ class Waiting:
         """What `act` returns, which waits for other ranks.
 
         Raises:
-            RuntimeError: it failed; the message names rank, step and `what`.
+            RuntimeError: it failed; if there are other ranks, the message names rank, step and `what`.
         """
         try:
             return act()
         except (torch.OutOfMemoryError, comm.OtherRankError):
             raise  # their messages say enough
         except RuntimeError as error:
+            if torch.distributed.get_world_size() == 1:
+                raise
             raise RuntimeError(
                 f"rank {torch.distributed.get_rank()}, step {self.steps_done + 1}, {what} failed. If the other ranks did not "
                 "come, they run another part of the model, have failed, or have left the loop; every rank must run the same "

@@ -233,6 +233,19 @@ def test_an_optimizer_unknown_to_be_elementwise_is_stepped_once(one_rank):
     assert [group["k"] for group in engine.optimizer.param_groups] == [1, 1]
 
 
+class FailingSgd(CountingSgd):
+    """Has a fault."""
+
+    def step(self) -> None:
+        raise RuntimeError("no moment")
+
+
+def test_an_error_of_the_only_rank_is_not_put_down_to_others(one_rank):
+    engine = engine_of(toy(), FailingSgd, allow_untested_optimizer=True)
+    with pytest.raises(RuntimeError, match="^no moment$"):
+        one_step(engine, 0)
+
+
 class BlockSgd(CountingSgd):
     """Keeps a number for each block of elements, as optimizers with 8-bit moments do."""
 
