@@ -259,13 +259,14 @@ class SlicedOptimizer:
             start: where that tile starts in the owned range.
 
         Raises:
-            ValueError: it has a tensor with neither one number for each element nor one for all of them.
+            ValueError: it has something else than one number for each element, or one for all of them.
         """
         bucket, state, numel = piece.bucket, self.state.get(piece.master, {}), piece.stop - piece.start
         for key, value in [*state.items()]:
-            if isinstance(value, Tensor) and value.numel() > 1 and value.shape != (numel,):
+            if not _is_per_element_or_one(value, numel):
+                what = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(
-                    f"{type(self.torch_optimizer).__name__} keeps {key!r} {list(value.shape)} for {numel} elements of "
+                    f"{type(self.torch_optimizer).__name__} keeps {key!r} ({what}) for {numel} elements of "
                     f"{some(_names_in(piece))}: states have one number for each element, or one for all of them, so that "
                     "they can be cut and saved. Use another optimizer."
                 )
@@ -417,6 +418,12 @@ def _names_in(piece: Slice) -> list[str]:
 
 def _is_flat(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 1
+
+
+def _is_per_element_or_one(value: Any, numel: int) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() <= 1 or value.shape == (numel,)
+    return value is None or isinstance(value, (int, float))
 
 
 def _as_number(value: Any) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -247,22 +248,24 @@ def test_an_error_of_the_only_rank_is_not_put_down_to_others(one_rank):
 
 
 class BlockSgd(CountingSgd):
-    """Keeps a number for each block of elements, as optimizers with 8-bit moments do."""
+    """Keeps a number for each block of elements, as optimizers with 8-bit moments do, or matrices, as SOAP does."""
 
-    shape: tuple[int, ...]
+    kept: Any
 
     @torch.no_grad()
     def step(self) -> None:
         super().step()
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            self.state[p]["scale"] = torch.ones(self.shape)
+            self.state[p]["kept"] = self.kept
 
 
-@pytest.mark.parametrize("shape", [(3,), (3, 1)])
-def test_states_that_could_not_be_saved_are_refused_at_the_first_step(one_rank, monkeypatch, shape):
-    monkeypatch.setattr(BlockSgd, "shape", shape, raising=False)
+@pytest.mark.parametrize(
+    ("kept", "what"), [(torch.ones(3), r"\[3\]"), (torch.ones(3, 1), r"\[3, 1\]"), ([torch.ones(3, 3)], "list")]
+)
+def test_states_that_could_not_be_saved_are_refused_at_the_first_step(one_rank, monkeypatch, kept, what):
+    monkeypatch.setattr(BlockSgd, "kept", kept, raising=False)
     engine = engine_of(toy(), BlockSgd, allow_untested_optimizer=True)
-    with pytest.raises(ValueError, match=r"BlockSgd keeps 'scale' \[3.* for [1-9]\d+ elements"):
+    with pytest.raises(ValueError, match=rf"BlockSgd keeps 'kept' \({what}\) for [1-9]\d+ elements"):
         one_step(engine, 0)
 
 
