@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero import comm
+from megazero.logging import some
 from megazero.zero.bucket import MASTER, Bucket, Tile
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.optimizer import BucketOptimizer
@@ -299,7 +300,8 @@ def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, A
     """Writes full values, the same on every rank, into parameters and buffers, master weights included. Collective.
 
     Raises:
-        RuntimeError: names are missing or unknown (with `strict`), or a shape differs, on some rank; nothing has been written.
+        RuntimeError: names are missing or unknown (with `strict`), or a shape differs, on some rank, or ranks were given other
+            names; nothing has been written.
     """
     known, again = (module.state_dict(keep_vars=True) for _ in range(2))
     # What a module makes anew cannot be written to, and its extra state is its own to take.
@@ -320,6 +322,11 @@ def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, A
                 raise RuntimeError(f"load_module_state_dict: {name} has shape {shape}, got {tuple(value.shape)}.")
 
     comm.together(check)  # a script may have given the state to the first rank only
+    if unlike := comm.differing_names(dict.fromkeys(given), buckets[0].channel.group):
+        raise RuntimeError(
+            f"load_module_state_dict: not all ranks were given {some(unlike)}. Each loads its own part of every parameter: give "
+            "all of them the same values, also with strict=False."
+        )
     with torch.no_grad():
         for name, value in given.items():
             if id(known[name]) not in parameters:
