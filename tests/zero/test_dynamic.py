@@ -175,6 +175,46 @@ def test_unfreezing_and_freezing_later_trains_as_torch_does(stage):
     run_ranks(2, unfreeze_case, stage)
 
 
+def add_hooks(model: Toy) -> None:
+    """Hooks that change what goes through a block and a parameter's gradient, and read weights of the block meanwhile."""
+    for block in model.blocks:
+        block.up.weight.register_hook(lambda grad: 2 * grad)
+        block.register_forward_pre_hook(
+            lambda block, args: (args[0] + args[0] @ block.up.weight.t() @ block.up.weight,)
+        )
+        block.register_forward_hook(lambda block, _, y: y + y @ block.up.weight.t() @ block.up.weight)
+        block.register_full_backward_hook(
+            lambda block, grads, _: (grads[0] @ block.up.weight.detach().t() @ block.up.weight.detach(),)
+        )
+
+
+def hooks_case(before: bool) -> None:
+    mpu.initialize_model_parallel(1)
+    size = mpu.get_data_parallel_world_size()
+    for stage in STAGES:
+        torch.manual_seed(0)
+        plain = Toy()
+        model = copy.deepcopy(plain)
+        add_hooks(plain)
+        if before:
+            add_hooks(model)
+        engine = make_engine(model, stage, optimizer="sgd", decay=0.0)
+        if not before:
+            add_hooks(model)
+        sgd = OPTIMIZERS["sgd"](plain.parameters())
+        for batch in token_batches(3, 1, size)[:, 0]:
+            sgd.zero_grad()
+            (sum(plain(x) for x in batch) / size).backward()
+            sgd.step()
+            one_step(engine, batch[mpu.get_data_parallel_rank()])
+        torch.testing.assert_close(engine.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_hooks_of_the_script_work_as_in_torch_whether_they_came_before_the_engine_or_after(before):
+    run_ranks(2, hooks_case, before)
+
+
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)  # rather than run without a graph, unnoticed
 def compile_case(ways: dict[str, tuple[int, ...]]) -> None:
     mpu.initialize_model_parallel(1)

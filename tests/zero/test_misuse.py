@@ -553,6 +553,38 @@ def test_a_checkpoint_loaded_in_mid_accumulation_starts_a_step_anew(one_rank, tm
     assert torch.equal(grad, want)
 
 
+class QuantizedBlock(Block):
+    """Has frozen weights of 8 bits, a mask, and a number that no floating-point dtype holds."""
+
+    def __init__(self, h: int = 5) -> None:
+        super().__init__(h)
+        self.codes = nn.Parameter(torch.randint(-128, 128, (h, h), dtype=torch.int8), requires_grad=False)
+        self.mask = nn.Parameter(torch.arange(h) % 2 == 0, requires_grad=False)
+        self.number = nn.Parameter(torch.tensor(2**40 + 1), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.number.item() == 2**40 + 1
+        return super().forward(x) + x @ (self.codes / 128).to(x.dtype) * self.mask
+
+
+def quantized_case() -> None:
+    mpu.initialize_model_parallel(1)
+    states = []
+    for stage in (0, 3):
+        torch.manual_seed(0)
+        model = Toy(block=QuantizedBlock)
+        kept = {name: p.clone() for name, p in model.named_parameters() if not p.is_floating_point()}
+        engine = make_engine(model, stage, dtype=torch.bfloat16)
+        one_step(engine, my_batch())
+        states.append(engine.state_dict())
+        torch.testing.assert_close({name: states[-1][name] for name in kept}, kept, rtol=0, atol=0)
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+def test_frozen_weights_that_are_no_floating_point_numbers_stay_as_they_are_beside_16_bits():
+    run_ranks(2, quantized_case)
+
+
 def test_dtypes_that_cannot_be_trained_are_refused_and_mixed_ones_keep_their_values(one_rank):
     for dtype in (torch.float64, torch.complex64):
         with pytest.raises(ValueError, match=f"trained parameters of {dtype}"):
