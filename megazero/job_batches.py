@@ -74,7 +74,7 @@ def batches(
         micro_batches_per_step=batches_per_step,
     )
     workers = job.config.data.num_workers
-    loader = DataLoader(
+    loader = _Loader(
         dataset,
         batch_sampler=sampler,
         num_workers=workers,
@@ -85,6 +85,19 @@ def batches(
         worker_init_fn=_outlive_sigterm,
     )
     return until_exhausted(loader, name)
+
+
+class _Loader(DataLoader):
+    """Its workers are forked with SIGTERM blocked: one that comes before `_outlive_sigterm` waits for that, too."""
+
+    def __iter__(self) -> Any:
+        if not hasattr(signal, "sigwaitinfo"):  # macOS
+            return super().__iter__()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _outlive_sigterm(_: int) -> None:

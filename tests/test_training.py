@@ -274,6 +274,28 @@ def test_sigterm_to_every_process_of_a_job_saves_too(corpus, tmp_path):
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
 
 
+STRIKES_WORKERS = """
+import os, runpy, signal
+from megazero import job_batches
+
+def outlive_sigterm(number, really=job_batches._outlive_sigterm):
+    os.kill(os.getpid(), signal.SIGTERM)
+    really(number)
+
+job_batches._outlive_sigterm = outlive_sigterm
+runpy.run_path("pretrain_gpt2.py", run_name="__main__")
+"""
+
+
+def test_sigterm_while_the_workers_of_a_data_loader_start_ends_none_of_them(corpus, tmp_path):
+    """torchrun signals the process group of a rank, in which an evaluation may just have begun."""
+    script = tmp_path / "script.py"
+    script.write_text(STRIKES_WORKERS)
+    arguments = flags(corpus, tmp_path / "saved", 4, "--num-workers", "2", "--eval-interval", "2", "--eval-iters", "2")
+    done = run_script(1, str(script), arguments)
+    assert done.returncode == 0 and len(metrics(tmp_path / "saved", "valid")) == 2, done.stdout
+
+
 IMPORTING = [["pretrain_gpt2.py"], ["evaluate_gpt2.py"], ["generate_samples.py"], ["-m", "megazero.launch", "x.py"]]
 
 
