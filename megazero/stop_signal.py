@@ -14,7 +14,7 @@ from megazero.comm import OtherRankError
 
 
 class StopSignal:
-    """Why this rank wants to end: a signal (TERM, INT, HUP) or a time limit. The loop then finishes its step, saves and ends.
+    """Why this rank wants to end: a signal (TERM, INT, HUP, USR1, USR2) or a time limit. The loop then finishes its step, saves and ends.
 
     Until `take_signals`, the signals have their default action, and end the process. From then on, this is their handler, and
     tells `megazero.entry` which one has come. It also checks whether torchrun is alive.
@@ -27,7 +27,7 @@ class StopSignal:
 
     def take_signals(self) -> None:
         """Makes the signals reasons to end, from here on. Before a loop begins, there is nothing to finish or to save."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
                 signal.signal(number, self)
 

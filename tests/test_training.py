@@ -160,8 +160,8 @@ def test_a_run_ends_when_its_time_is_over_on_all_ranks_alike_and_goes_on(corpus,
     assert list(metrics(tmp_path)) == list(range(1, last + 3))
 
 
-# Either becomes the SIGTERM that the launcher passes on (tests/test_runner.py).
-@pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGINT"])
+# Each becomes the SIGTERM that the launcher passes on (tests/test_runner.py).
+@pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGINT", "SIGUSR1"])
 def test_signal_finishes_the_step_saves_and_exits_zero(corpus, tmp_path, name):
     process = start_job(flags(corpus, tmp_path, 100_000, "--num-workers", "2"), 1)
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
@@ -174,7 +174,7 @@ def test_signal_finishes_the_step_saves_and_exits_zero(corpus, tmp_path, name):
 
 
 def test_a_signal_that_the_job_was_started_to_ignore_stays_ignored():
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         for ignored in (True, False):
@@ -183,6 +183,9 @@ def test_a_signal_that_the_job_was_started_to_ignore_stays_ignored():
             stop.take_signals()
             signal.raise_signal(signal.SIGHUP)
             assert stop.reason == (None if ignored else "SIGHUP")
+        for number in numbers:  # also those whose default action would end the job without a save
+            signal.raise_signal(number)
+            assert stop.reason == number.name
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

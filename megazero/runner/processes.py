@@ -29,7 +29,8 @@ from megazero.files import allow_many_files
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# Batch systems send the last two to jobs that ask for it: #SBATCH --signal=USR1@120.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 POLL_S = 0.1
 RESTART_POLL_S = 1.0  # a rank takes longer to import torch
 GRACE_S = 2.0  # after the first node has failed: ranks elsewhere that lost a partner may be writing why
@@ -79,7 +80,7 @@ class Node:
 
 @contextmanager
 def stop_signals(stop: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
-    """Inside the block, SIGTERM, SIGINT and SIGHUP call `stop()`, SIGQUIT calls `end()`. Under nohup, SIGHUP stays ignored."""
+    """Inside the block, the STOP_SIGNALS call `stop()`, SIGQUIT calls `end()`. Under nohup, SIGHUP stays ignored."""
     actions: dict[int, Callable[[], object]] = {**dict.fromkeys(STOP_SIGNALS, stop), signal.SIGQUIT: end}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         del actions[signal.SIGHUP]
