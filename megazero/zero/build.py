@@ -104,7 +104,7 @@ def _gathered_sources(parameters: Iterable[nn.Parameter]) -> list[Bucket]:
         if source.schedule is not None:
             raise ValueError(
                 f"The parameters of unit {source.name!r} belong to another engine already, and two would write to them. Call "
-                "destroy() of that engine first."
+                "destroy() of that engine first; if nothing refers to it any more, build the model anew."
             )
         sources.append(source)
     for source in sources:

@@ -1032,7 +1032,7 @@ def test_a_checkpoint_saved_on_one_rank_only_is_reported(tmp_path):
 def test_a_model_has_one_engine_at_a_time(one_rank):
     model = Toy()
     engine = make_engine(model, 2)
-    with pytest.raises(ValueError, match=r"belong to another engine already.*destroy\(\)"):
+    with pytest.raises(ValueError, match=r"belong to another engine already.*destroy\(\).*build the model anew"):
         make_engine(model, 2)
     engine.destroy()
     again = make_engine(model, 3)
