@@ -287,6 +287,7 @@ class Engine:
         self._micro_steps += 1
         self._since_update, self._has_gradients = 0, False
         self._optimizer.finish()
+        self._optimizer.refuse_torn()
         for bucket in self.buckets:
             bucket.adopt_written()
         later = 0 < self.zero.delayed_param_update <= self.global_steps

@@ -163,7 +163,8 @@ class BucketOptimizer(SlicedOptimizer):
     def update(self, later: bool = False) -> float:
         """Makes one update from the reduced gradients. Returns the global gradient norm, unscaled and before clipping.
 
-        If the norm is not finite (`overflow`), weights and optimizer state are left untouched. Call `finish` before.
+        If the norm is not finite (`overflow`), weights and optimizer state are left untouched. Call `finish` and `refuse_torn`
+        before.
 
         Args:
             later: the update runs in the background; the model gets its weights at the next `finish`.
@@ -172,7 +173,6 @@ class BucketOptimizer(SlicedOptimizer):
             ValueError: as in `refuse_unfit`, if hooks or settings have changed since.
         """
         self.refuse_unfit(later)
-        self.refuse_torn()
         norm = self.grad_norm()
         self.overflow = not norm < float("inf")  # also true for NaN
         if not self.overflow:
