@@ -612,6 +612,11 @@ def test_settings_that_cannot_be_are_refused_unless_off():
     refused("sparse_gradients true is not possible here: gradients are dense", sparse_gradients=True)
     load(sequence_parallel_size=1, graph_harvesting=False)
     refused("sequence_parallel_size 2 is not possible here: sequences are cut over", sequence_parallel_size=2)
+    refused(
+        "keep_in_fp32_modules .* is not possible here: every buffer keeps", data_types={"keep_in_fp32_modules": ["b"]}
+    )
+    refused("keep_in_fp32_modules must be a list, got 2", data_types={"keep_in_fp32_modules": 2})
+    load(data_types={"keep_in_fp32_modules": "auto"})
 
 
 def test_describe_says_what_is_in_force():
@@ -766,7 +771,8 @@ REQUIRED = {"optimizer.type", "scheduler.type"}
 
 
 def kind_of(path: str, f) -> str:
-    names = {"bool": "bool", "int": "integer", "float": "number", "str": "string", "dict[str, Any]": "object"}
+    names = {"bool": "bool", "int": "integer", "float": "number", "str": "string"}
+    names |= {"dict[str, Any]": "object", "list[str]": "list"}
     return names[str(f.type).removesuffix(" | None")]
 
 

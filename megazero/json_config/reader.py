@@ -118,6 +118,10 @@ class Reader:
                 else:
                     decided[name] = self.auto[full] if item == AUTO else item
             return decided
+        if typing.get_origin(hint) is list:
+            if not isinstance(value, list):
+                raise _wrong(path, "a list", value)
+            return value
         value = _scalar(hint, value, path, f.metadata["choices"])
         _check_bounds(value, path, **f.metadata["bounds"])
         return value

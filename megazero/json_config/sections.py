@@ -163,3 +163,6 @@ class DataTypesSection:
         "of floating-point buffers; null: each keeps its own, while BatchNorm needs the compute dtype",
         choices=tuple(DTYPES),
     )
+    keep_in_fp32_modules: list[str] | None = key(
+        None, REFUSED, "every buffer keeps its dtype, or buffer_dtype casts them all"
+    )
