@@ -441,8 +441,8 @@ class Engine:
         return self._grad_norm
 
     def get_lr(self) -> list[float]:
-        """The learning rate of every parameter group."""
-        return [group["lr"] for group in self._optimizer.param_groups]
+        """The learning rate of every parameter group; 0 for one without, as in DeepSpeed."""
+        return [group.get("lr", 0.0) for group in self._optimizer.param_groups]
 
     def loss_scale(self) -> float:
         """The current loss scale."""

@@ -440,6 +440,20 @@ def test_mistakes_are_named_before_anything_is_built(one_rank):
         deepspeed.initialize(model=model, optimizer=used, config={"train_batch_size": 1})
 
 
+def test_the_rate_of_an_optimizer_without_one_is_0(one_rank, caplog):
+    class Fixed(torch.optim.Optimizer):
+        def step(self, closure=None) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.data.sub_(0.01 * p.grad)
+
+    caplog.set_level(logging.INFO)
+    model = make_model()
+    config = {"train_batch_size": 2, "zero_allow_untested_optimizer": True, "steps_per_print": 1}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=Fixed(model.parameters(), {}), config=config)
+    train(engine)
+    assert engine.get_lr() == [0.0] and "step 1, skipped 0, lr [0.0]" in caplog.text
+
+
 def test_progress_lines(one_rank, caplog):
     caplog.set_level(logging.INFO)
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
