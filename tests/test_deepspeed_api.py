@@ -440,6 +440,43 @@ def test_mistakes_are_named_before_anything_is_built(one_rank):
         deepspeed.initialize(model=model, optimizer=used, config={"train_batch_size": 1})
 
 
+class Both(torch.optim.Optimizer):
+    """Several optimizers in one, which shares their parameter groups, or also their state, or neither."""
+
+    def __init__(self, model: nn.Module, *shared: str) -> None:
+        self.inner = [torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()]
+        super().__init__(model.parameters(), {})
+        if "param_groups" in shared:
+            self.param_groups = [group for each in self.inner for group in each.param_groups]
+        if "state" in shared:
+            for each in self.inner:
+                each.state = self.state
+
+    def step(self, closure=None) -> None:
+        for each in self.inner:
+            each.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_optimizer_of_several_trains_if_they_share_its_groups_and_state(one_rank, stage):
+    config = {"train_batch_size": 2, "zero_allow_untested_optimizer": True, "zero_optimization": {"stage": stage}}
+    for shared in ((), ("state",), ("param_groups",)):
+        with pytest.raises(DeepSpeedConfigError, match="Both holds another optimizer, SGD, .* of its own"):
+            model = make_model()
+            deepspeed.initialize(model=model, optimizer=Both(model, *shared), config=config)
+    states = []
+    for optimizer in (
+        lambda m: Both(m, "param_groups", "state"),
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    ):
+        torch.manual_seed(0)
+        model = make_model()
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(model), config=config)
+        train(engine)
+        states.append(engine.module_state_dict())
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
 def test_the_rate_of_an_optimizer_without_one_is_0(one_rank, caplog):
     class Fixed(torch.optim.Optimizer):
         def step(self, closure=None) -> None:

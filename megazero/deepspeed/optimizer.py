@@ -27,7 +27,8 @@ def client_optimizer(
     """A factory for the torch optimizer, and its parameter groups; (None, []) if neither caller nor file has an optimizer.
 
     Raises:
-        DeepSpeedConfigError: the optimizer cannot work on flat ranges or has made steps, or `model_parameters` is invalid.
+        DeepSpeedConfigError: the optimizer cannot work on flat ranges, holds others or has made steps, or `model_parameters` is
+            invalid.
     """
     if optimizer is None and config.optimizer is None:
         return None, []
@@ -71,6 +72,14 @@ def _adopted(optimizer: torch.optim.Optimizer, config: JsonConfig) -> tuple[Opti
             refuse_untested(optimizer)
         except ValueError as error:
             raise DeepSpeedConfigError(str(error)) from None
+    shared = {id(group) for group in optimizer.param_groups}
+    for inner in _optimizers_in(optimizer):
+        if inner.state is not optimizer.state or not shared.issuperset(id(group) for group in inner.param_groups):
+            raise DeepSpeedConfigError(
+                f"{name} holds another optimizer, {type(inner).__name__}, with param_groups or state of its own. The engine "
+                f"knows only those of {name}: the other would step nothing, or its state would be in no checkpoint. Use one "
+                "optimizer with a parameter group for each part of the model, or let both have the same param_groups and state."
+            )
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise DeepSpeedConfigError(
             f"{name} has made steps already, and its state cannot be taken over. Pass a new one."
@@ -86,6 +95,13 @@ def _adopted(optimizer: torch.optim.Optimizer, config: JsonConfig) -> tuple[Opti
         return optimizer
 
     return adopt, groups
+
+
+def _optimizers_in(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers among its attributes, and in the lists and dicts among them."""
+    for value in vars(optimizer).values():
+        members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        yield from (member for member in members if isinstance(member, torch.optim.Optimizer))
 
 
 def check_evaluation(config: JsonConfig, lr_scheduler: Any) -> None:
