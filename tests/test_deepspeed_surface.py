@@ -845,6 +845,22 @@ def test_weights_that_are_quantized_to_8_bit_floats_stay_so(one_rank, tmp_path, 
         initialize(Quantized().requires_grad_(), **told)
 
 
+def quantized_case(stage: int) -> None:
+    with deepspeed.zero.Init(enabled=stage == 3, dtype=torch.bfloat16):
+        model = Quantized()
+    engine = initialize(model, bf16={"enabled": True}, zero_optimization={"stage": stage})
+    value = torch.full((4, 4), 2.0).to(torch.float8_e4m3fn)
+    with deepspeed.zero.GatheredParameters(model.weight, modifier_rank=1), torch.no_grad():
+        model.weight.copy_(value if engine.global_rank == 1 else torch.zeros_like(value))
+    one_step(engine, x_of(engine.global_rank, torch.bfloat16)[:, :4])
+    assert torch.equal(engine.module_state_dict()["weight"], value)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_they_are_sent_between_ranks(stage):
+    run_ranks(2, quantized_case, stage)
+
+
 def test_a_batch_norm_runs_in_16_bits_with_buffers_of_that_dtype(one_rank):
     engine = initialize(nn.BatchNorm1d(3), bf16={"enabled": True}, data_types={"buffer_dtype": "bf16"})
     assert engine(torch.ones(2, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
