@@ -14,7 +14,7 @@ from megazero.comm import OtherRankError
 
 
 class StopSignal:
-    """Why this rank wants to end: a signal (TERM, INT, HUP, USR1, USR2) or a time limit. The loop then finishes its step, saves and ends.
+    """Why this rank wants to end: a signal (TERM, INT, HUP, USR1, USR2) or a time limit. The loop then ends its step, and saves.
 
     Until `take_signals`, the signals have their default action, and end the process. From then on, this is their handler, and
     tells `megazero.entry` which one has come. It also checks whether torchrun is alive.
