@@ -51,6 +51,7 @@ class Channel:
     then between the ranks that have the same part, so that every set gets the same bits.
 
     Attributes:
+        name: the same on all ranks of the group, and no other channel's; empty if there is only one rank.
         group, num_ranks: the whole group, and its number of ranks.
         rank, size: this rank's place in its set, and the number of ranks in a set.
         set_rank, num_sets: which set this is, and the number of sets.
@@ -78,14 +79,14 @@ class Channel:
         self.timeout_s = timeout_of(group)
         self.traffic: dict[str, Traffic] = {}
         self.reset_traffic()
-        self.transport = "none"  # what moves the data
+        self.name, self.transport = "", "none"  # what moves the data
         if self.num_ranks == 1:
             return
         ranks = dist.get_process_group_ranks(group)
-        name = f"{largest(secrets.randbits(63), group):016x}"  # a group may have several channels
-        store = dist.PrefixStore(f"megazero/channel/{name}/", dist.distributed_c10d._get_default_store())
+        self.name = f"{largest(secrets.randbits(63), group):016x}"  # a group may have several channels
+        store = dist.PrefixStore(f"megazero/channel/{self.name}/", dist.distributed_c10d._get_default_store())
         self._meeting = Meeting(store, ranks, group.rank(), self.timeout_s)
-        self.transport, lanes = _open_lanes(group, self.size, name)
+        self.transport, lanes = _open_lanes(group, self.size, self.name)
         self._reductions, self._gathers = lanes
 
     def all_reduce_(self, buffer: Tensor, name: str = "") -> Work:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,8 @@ from megazero.logging import some
 from megazero.zero.bucket import Bucket
 from megazero.zero.external import register_external_parameter
 from megazero.zero.registry import bucket_of
+
+MOST_NAMED = 8  # parameters or units, in one error
 
 
 class GatheredParameters:
@@ -53,12 +56,14 @@ class GatheredParameters:
                 )
         parameters = [parameter for parameter in given if isinstance(parameter, nn.Parameter)] if enabled else []
         held = {parameter: bucket for parameter in parameters if (bucket := bucket_of(parameter)) is not None}
+        self._names: dict[Bucket, list[str]] = {}  # of the parameters in each bucket
         # In one order on every rank: that of a set differs from process to process.
-        self._parameters = sorted(held, key=lambda p: (held[p].name, held[p].segment_of(p).name))
-        self.buckets = list(dict.fromkeys(held[parameter] for parameter in self._parameters))
-        for parameter in self._parameters:
-            if (reader := fwd_module or _reader_of(held[parameter])) is not None:
+        for parameter in sorted(held, key=lambda p: (held[p].channel.name, held[p].name, held[p].segment_of(p).name)):
+            bucket = held[parameter]
+            self._names.setdefault(bucket, []).append(bucket.segment_of(parameter).name)
+            if (reader := fwd_module or _reader_of(bucket)) is not None:
                 register_external_parameter(reader, parameter)
+        self.buckets = list(self._names)
         if modifier_rank is None:  # whole parameters can be read at any time
             self.buckets = [bucket for bucket in self.buckets if bucket.sharding.parameters]
         if self.buckets and modifier_rank is not None and not 0 <= modifier_rank < self.buckets[0].channel.num_ranks:
@@ -81,8 +86,8 @@ class GatheredParameters:
                     "which would overwrite the change. Call engine.optimizer.finish() on every rank before."
                 )
         if self.buckets:
-            named = [[b.name] if b.sharding.parameters else self._names(b) for b in self.buckets]
-            self.buckets[0].channel.meet(f"GatheredParameters of {some([name for names in named for name in names])}")
+            named = [[b.name] if b.sharding.parameters else self._names[b] for b in self.buckets]
+            self.buckets[0].channel.meet(f"GatheredParameters of {_told([name for names in named for name in names])}")
         for bucket in self.buckets:
             bucket.await_update()
         # The others are gathered already, such as in their unit's own forward, and stay so.
@@ -145,15 +150,17 @@ class GatheredParameters:
                 "engine.destroy(); or assign a new nn.Parameter to the module, before initialize."
             )
 
-    def _names(self, bucket: Bucket) -> list[str]:
-        """Those of the parameters that lie in the bucket."""
-        return [bucket.segment_of(parameter).name for parameter in self._parameters if bucket_of(parameter) is bucket]
-
     def _to_send(self, bucket: Bucket) -> list[Tensor]:
         """The parts of P that the modifier rank sends. If P is not sharded, other contexts may be open on the rest of it."""
         if bucket.sharding.parameters:
             return [bucket.weights.flat]
-        return [bucket.weights.views[name] for name in self._names(bucket)]
+        return [bucket.weights.views[name] for name in self._names[bucket]]
+
+
+def _told(names: list[str]) -> str:
+    """The first names; and if there are more, a digest, by which ranks notice that these differ."""
+    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=4).hexdigest()
+    return some(names, MOST_NAMED) + (f" (digest {digest})" if len(names) > MOST_NAMED else "")
 
 
 def _is_in_use(bucket: Bucket) -> bool:

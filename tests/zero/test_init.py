@@ -575,6 +575,36 @@ def test_gathered_parameters_may_be_given_in_another_order_on_every_rank_but_not
     run_ranks(2, any_order_case, stage)
 
 
+def several_models_case(stage: int) -> None:
+    mpu.initialize_model_parallel(1, timeout_s=10.0)
+    rank, models = mpu.get_data_parallel_rank(), []
+    for _ in range(2):  # units and parameters of both have the same names
+        with zero.Init(enabled=stage == 3):
+            models.append(nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(10)))
+
+    def fill(value: float) -> None:
+        weights = [model[0].weight for model in models]
+        with zero.GatheredParameters(weights[::-1] if rank else weights, modifier_rank=0), torch.no_grad():
+            for k, weight in enumerate(weights):
+                weight.fill_(value + k)
+
+    fill(1.0)
+    engines = [make_engine(model, stage) for model in models]
+    assert [float(engine.state_dict()["0.weight"].mean()) for engine in engines] == [1.0, 2.0]
+    fill(3.0)
+    assert [float(engine.state_dict()["0.weight"].mean()) for engine in engines] == [3.0, 4.0]
+    weights = [layer.weight for layer in models[0]]
+    with pytest.raises(
+        RuntimeError, match=r"and 1 more \(digest \w+\) was called on rank \d, but .* \(digest \w+\) on rank"
+    ):
+        zero.GatheredParameters(weights[: 8 + rank] + weights[9 + rank :], modifier_rank=0).__enter__()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gathered_parameters_of_several_models_may_be_given_in_any_order_and_of_many_none_may_differ(stage):
+    run_ranks(2, several_models_case, stage)
+
+
 class Wrapped(nn.Module):
     """A linear layer's parameters in another module, beside trained ones, as LoRA does it."""
 
