@@ -88,7 +88,7 @@ def batches(
 
 
 class _Loader(DataLoader):
-    """Its workers are forked with SIGTERM blocked: one that comes before `_outlive_sigterm` waits for that, too."""
+    """Forks its workers with SIGTERM blocked, in all of their threads: one that comes early waits for `_outlive_sigterm`."""
 
     def __iter__(self) -> Any:
         if not hasattr(signal, "sigwaitinfo"):  # macOS
@@ -113,8 +113,6 @@ def _outlive_sigterm(_: int) -> None:
     if rank is None or not hasattr(signal, "sigwaitinfo"):  # macOS
         return
     end_with_parent(signal.SIGKILL)
-    # A forked worker begins with this thread alone; threads that it starts later inherit the signal mask.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def wait() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
