@@ -106,9 +106,8 @@ def initialize(
     else:
         refuse_shared_memory(model)  # here too: a move to a GPU would give each its own
     grouped = named_groups(param_groups, model)
-    refuse_other_models(
-        (*model.named_parameters(), *model.named_buffers()), grouped[0], groups.data
-    )  # here too, with buffers
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    refuse_other_models(tensors, grouped[0], groups.data)  # here too, before the first rank's values are copied to all
     _place(model, groups, told)
     declare_cuts(model, groups)
     if torch.distributed.get_rank() == 0:  # a script's own log may show every rank
