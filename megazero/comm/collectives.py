@@ -39,10 +39,9 @@ def all_gathered(x: Tensor, group: ProcessGroup) -> list[Tensor]:
 
 
 def broadcast_(buffer: Tensor, group: ProcessGroup, source: int = 0) -> None:
-    """Overwrites `buffer` with the buffer of rank `source` of the group."""
-    if group.size() > 1:
-        as_bytes = buffer.view(torch.uint8) if buffer.element_size() == 1 else buffer  # gloo knows no floats of 8 bits
-        dist.broadcast(as_bytes, group=group, group_src=source)
+    """Overwrites `buffer`, which is contiguous, with the buffer of rank `source` of the group."""
+    if group.size() > 1:  # as bytes: every backend sends them, whatever the dtype
+        dist.broadcast(buffer.view(-1).view(torch.uint8), group=group, group_src=source)
 
 
 class Readout:

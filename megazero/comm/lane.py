@@ -212,7 +212,8 @@ class NativeLane:
             return dist.all_reduce(buffer, group=self._group, async_op=True)
         if action == "reduce_scatter":
             return _reduce_scatter(self._part(buffer), buffer, group=self._group, async_op=True)
-        return _all_gather(buffer, self._part(buffer), group=self._group, async_op=True)
+        whole = buffer.view(torch.uint8)  # NCCL does not send every dtype
+        return _all_gather(whole, self._part(whole), group=self._group, async_op=True)
 
     def _part(self, buffer: Tensor) -> Tensor:
         return buffer.view(self._group.size(), -1)[self._group.rank()]

@@ -54,7 +54,7 @@ class PointToPointTransport:
     def all_gather_(self, buffer: Tensor, name: str = "") -> None:
         """Fills `buffer` with every rank's part of it."""
         self._agree(describe("all_gather", buffer, name))
-        parts = buffer.view(self.size, -1)  # [size, n]
+        parts = buffer.view(torch.uint8).view(self.size, -1)  # [size, bytes]: gloo does not send every dtype
         self._exchange(parts[self.rank], parts)
 
     def close(self) -> None:

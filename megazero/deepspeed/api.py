@@ -239,6 +239,6 @@ def _as_on_first_rank(model: nn.Module, groups: ParallelGroups) -> None:
         if isinstance(tensor, ReleasedParameter):  # zero.Init has done this already
             continue
         values = tensor.detach().contiguous()
-        comm.broadcast_(values.view(-1).view(torch.uint8), groups.data)
+        comm.broadcast_(values, groups.data)
         if not tensor.is_contiguous():
             tensor.detach().copy_(values)

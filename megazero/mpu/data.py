@@ -69,7 +69,7 @@ def broadcast_data(
     if is_source and keys:
         torch.cat([given[key].detach().reshape(-1).to(local, non_blocking=True) for key in keys], out=flat)
     if flat.numel():
-        comm.broadcast_(flat.view(torch.uint8), group)  # bytes: every backend sends them, whatever the dtype
+        comm.broadcast_(flat, group)
     flat = flat.to(local if device is None else device)
     return {key: part.view(tuple(shapes[key])) for key, part in zip(keys, flat.split(numels), strict=True)}
 

@@ -96,6 +96,25 @@ def test_native_collectives_work_in_place():
     run_ranks(3, native_case)
 
 
+def copies_case(way):
+    channel, rank = open_channel(way), dist.get_rank()
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint32):
+        want = torch.arange(2 * 3).to(dtype)
+        gathered = torch.where(torch.arange(6) // 3 == rank, want.view(-1).float(), -1).to(dtype)
+        channel.all_gather_(gathered).wait()
+        sent = want if rank == 1 else torch.zeros_like(want)
+        for shape in ((6,), (2, 3)):
+            comm.broadcast_(sent.view(shape), dist.group.WORLD, 1)
+        assert torch.equal(gathered.float(), want.float()) and torch.equal(sent.float(), want.float()), dtype
+    comm.broadcast_(torch.tensor(1.0), dist.group.WORLD)  # without dimensions
+    channel.close()
+
+
+@pytest.mark.parametrize("way", [*WAYS, "native"])
+def test_copies_of_dtypes_that_no_backend_knows(way):
+    run_ranks(2, copies_case, way)
+
+
 def shared_communicators_case():
     def known() -> int:
         return len(dist.distributed_c10d._world.pg_map)

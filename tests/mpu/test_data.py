@@ -63,7 +63,7 @@ def test_every_rank_gets_the_first_ranks_tensors(world_size, model_parallel_size
 def message_case():
     """One message for all shapes, one for all values; only the first rank's data count."""
     sent, real = [], comm.broadcast_
-    comm.broadcast_ = lambda buffer, group: (sent.append(buffer.numel()), real(buffer, group))
+    comm.broadcast_ = lambda buffer, group: (sent.append(buffer.nbytes), real(buffer, group))
     data = {k: torch.zeros(shape) for k, shape in SHAPES.items()}
     mpu.broadcast_data(list(SHAPES), data, torch.float32, group=dist.group.WORLD)
     assert len(sent) == 2 and sent[1] == 4 * sum(x.numel() for x in data.values())
@@ -90,7 +90,7 @@ def known_shapes_case():
     groups = mpu.initialize_model_parallel(2)
     is_first = groups.model_parallel_rank == 0
     sent, real = [], comm.broadcast_
-    comm.broadcast_ = lambda buffer, group: (sent.append(buffer.numel()), real(buffer, group))
+    comm.broadcast_ = lambda buffer, group: (sent.append(buffer.nbytes), real(buffer, group))
     want = values(torch.int64, groups.data_parallel_rank)
     got = mpu.broadcast_data(list(SHAPES), want if is_first else None, torch.int64, shapes=SHAPES)
     assert sent == [8 * sum(x.numel() for x in want.values())]
