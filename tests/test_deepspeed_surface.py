@@ -574,9 +574,11 @@ def test_what_deepspeed_has_besides_is_an_error_that_says_what_to_do(one_rank):
         (engine, "coalesce_grad_reduction", r"set_gradient_accumulation_boundary\(False\)"),
         (engine, "unshard", r"GatheredParameters\(parameters\)"),
         (engine, "tput_timer", "Drop the call"),
+        (engine, "optimizer_name", r"engine\.config\.optimizer\.type"),
         (engine, "_zero3_consolidated_16bit_state_dict", r"module_state_dict\(\) is whole"),
         (engine, "no_such", "neither the engine nor its module, Sequential, has an attribute 'no_such'.$"),
         (engine.optimizer, "state_dict", r"engine\.save_checkpoint\(directory\)"),
+        (engine.optimizer, "_global_grad_norm", r"engine\.get_global_grad_norm\(\)"),
         (engine.optimizer, "no_such", "has no attribute 'no_such'$"),
     ):
         assert not hasattr(owner, name)

@@ -40,6 +40,7 @@ OF_ENGINE = {
     "eval_batch": _PIPELINE,
     "monitor": _METRICS,
     "offload_states": _OFFLOAD,
+    "optimizer_name": "what the configuration names is engine.config.optimizer.type",
     "reload_states": _OFFLOAD,
     "scale": "gradients come by engine.backward(loss), which scales the loss",
     "set_train_micro_batch_size": "the configuration sets it. Forwards may have any number of samples",

@@ -31,6 +31,7 @@ ELEMENTWISE = (*TORCH_ELEMENTWISE, CPUAdam, HybridAdam, FusedAdam)
 
 # Attributes that only torch's and DeepSpeed's optimizers have, and what to use here instead.
 _ELSEWHERE = {
+    "_global_grad_norm": "call engine.get_global_grad_norm()",
     "add_param_group": "what is trained later is in a group from the start, with requires_grad false until then",
     "backward": "call engine.backward(loss)",
     "check_overflow": "after engine.step() optimizer.overflow says whether the step was skipped",
