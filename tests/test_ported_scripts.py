@@ -343,6 +343,43 @@ def test_a_penalty_on_gradients_trains_as_in_plain_torch(stage):
     run_ranks(2, penalty_case, stage)
 
 
+class ModelEma:
+    """timm's: names of a module that has a `.module` begin with it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.ema = copy.deepcopy(model)
+
+    @torch.no_grad()
+    def update(self, model) -> None:
+        prefix, state = "module." if hasattr(model, "module") else "", model.state_dict()
+        for name, average in self.ema.state_dict().items():
+            average.copy_(0.9 * average + 0.1 * state[prefix + name])
+
+
+def average_case(stage: int) -> None:
+    plain, ours = adversaries()[1], adversaries()[1]
+    averages = [ModelEma(model) for model in (plain, ours)]
+    step = torch.optim.SGD(plain.parameters(), 0.5)
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    engine = megazero.initialize(model=ours, optimizer=torch.optim.SGD(ours.parameters(), 0.5), config=config)[0]
+    for _ in range(3):
+        batch = torch.randn(4 * dist.get_world_size(), 5)
+        step.zero_grad()
+        plain(batch).square().mean().backward()
+        step.step()
+        averages[0].update(plain)
+        engine.backward(engine(batch.chunk(dist.get_world_size())[dist.get_rank()]).square().mean())
+        engine.step()
+        averages[1].update(engine.module)
+    torch.testing.assert_close(averages[1].ema.state_dict(), averages[0].ema.state_dict())
+    assert list(engine.state_dict()) == [name for name, _ in engine.named_parameters()] == list(plain.state_dict())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_timms_moving_average_reads_the_engines_module(stage):
+    run_ranks(2, average_case, stage)
+
+
 class Twice(nn.Module):
     """Units between parameters of the root; it returns what lies between, too."""
 
