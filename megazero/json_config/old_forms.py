@@ -53,13 +53,18 @@ def without_disabled(document: Mapping[str, Any]) -> dict[str, Any]:
         DeepSpeedConfigError: one of them is not disabled.
     """
     for name, reason in DISABLED_ONLY.items():
-        section = document.get(name)
-        is_off = not section or (isinstance(section, Mapping) and section.get("enabled") is False)
-        if not is_off:
+        if _asks(document.get(name)):
             raise DeepSpeedConfigError(
                 f'{name} asks for something that does not exist here: {reason}. Drop the section, or set "enabled": false in it.'
             )
     return {name: value for name, value in document.items() if name not in DISABLED_ONLY}
+
+
+def _asks(value: Any) -> bool:
+    """Whether a section asks for something: it is not disabled, and has a value that does."""
+    if isinstance(value, Mapping):
+        return value.get("enabled") is not False and any(map(_asks, value.values()))
+    return bool(value)
 
 
 def modernised(document: Mapping[str, Any], warnings: list[str]) -> dict[str, Any]:
