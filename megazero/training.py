@@ -133,9 +133,11 @@ def pretrain(
     if not job.stopped and job.iteration >= flags.train_iters:
         with tells_out_of_memory(config, job):
             for section, dataset in (("valid", valid), ("test", test)):
-                evaluate_and_log(job, metrics, dataset, section, "the end of training")
+                if evaluate_and_log(job, metrics, dataset, section, "the end of training"):
+                    job.is_cut = True
     _finish(job, metrics)
-    if job.stopped and comm.is_left_by_nodes(job.stop.received is not None):
+    # As late as possible: if a node joins, torchrun signals the ranks of all nodes, but not at the same moment.
+    if job.is_cut and comm.is_left_by_nodes(job.stop.received is not None):
         comm.leave_distributed()  # together with the ranks that were signalled, and end without an error
         raise comm.OtherRankError(
             "ranks of another node were signalled, and all have saved. Those of this node end as failed, so that torchrun starts "
@@ -175,10 +177,11 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) 
             if not stop and _ask_to_stop(job).read():
                 stop = _why_stop(job)
             saved_at, start = job.iteration, start + time.perf_counter() - begin
-        if flags.exit_interval and job.iteration % flags.exit_interval == 0 and job.iteration < flags.train_iters:
-            stop = stop or f"--exit-interval {flags.exit_interval}"
+        is_exit = flags.exit_interval and job.iteration % flags.exit_interval == 0 and job.iteration < flags.train_iters
+        if is_exit:
+            stop = f"--exit-interval {flags.exit_interval}"
         if stop:
-            job.stopped = True
+            job.stopped, job.is_cut = True, not is_exit
             logger.info("stopping after iteration %d: %s", job.iteration, stop)
     profiler.finish(job.iteration)
     if config.checkpoint.save and (has_failed_to_save(job) or saved_at != job.iteration):

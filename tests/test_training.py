@@ -579,28 +579,65 @@ def test_a_job_with_restarts_goes_on_from_its_checkpoint_when_a_rank_is_killed(c
     assert "continuing after iteration 5" in after and "iteration       10/      10 |" in after, output
 
 
-@pytest.mark.parametrize("restarts", ["0", "1"])
-def test_ranks_of_the_other_nodes_fail_when_one_node_is_signalled_if_torchrun_starts_them_again(
-    corpus, tmp_path, restarts
-):
+def start_nodes(script: str, arguments: list[str], restarts: str) -> list[subprocess.Popen[str]]:
+    """The ranks of two nodes, as torchrun starts them in a store of rank 0's."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     where |= {"LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_MAX_RESTARTS": restarts, "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    nodes = [
+    where |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return [
         subprocess.Popen(
-            [sys.executable, "pretrain_gpt2.py", *flags(corpus, tmp_path, 100_000)],
+            [sys.executable, script, *arguments],
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **where, "RANK": node, "GROUP_RANK": node},
+            env={**os.environ, **where, "RANK": node, "GROUP_RANK": node},
             stderr=subprocess.PIPE,
             text=True,
         )
         for node in "01"
     ]
-    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
+@pytest.mark.parametrize("where", ["training", "the evaluation at its end"])
+def test_ranks_of_the_other_nodes_fail_when_one_node_is_signalled_if_torchrun_starts_them_again(
+    corpus, tmp_path, restarts, where
+):
+    is_training = where == "training"
+    arguments = flags(corpus, tmp_path, 100_000 if is_training else 3, "--eval-iters", "100000")
+    nodes = start_nodes("pretrain_gpt2.py", [*arguments, "--eval-interval", "100000"], restarts)
+    if is_training:
+        wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
+    else:
+        wait_for((tmp_path / "latest").exists)
     nodes[1].send_signal(signal.SIGTERM)
     said = [node.communicate(timeout=60)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [int(restarts), 0], said
     assert ("error: ranks of another node were signalled, and all have saved." in said[0]) == bool(int(restarts)), said
     assert (tmp_path / "latest").exists() and "Traceback" not in "".join(said), said
+
+
+SIGNALLED_IN_A_SAVE = """
+import os, runpy, signal
+from megazero import training
+
+def save(*args, really=training.save, **options):
+    if os.environ["RANK"] == "1":
+        signal.raise_signal(signal.SIGTERM)
+    really(*args, **options)
+
+training.save = save
+runpy.run_path("pretrain_gpt2.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("save_interval", ["3", "100"])
+def test_no_rank_is_started_again_after_exit_interval_when_a_node_is_signalled_then(corpus, tmp_path, save_interval):
+    script = tmp_path / "script.py"
+    script.write_text(SIGNALLED_IN_A_SAVE)
+    save = tmp_path / "saved"
+    arguments = flags(corpus, save, 100, "--exit-interval", "3", "--save-interval", save_interval)
+    nodes = start_nodes(str(script), arguments, "1")
+    said = [node.communicate(timeout=60)[1] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0] and (save / "latest").read_text() == "global_step3", said
 
 
 WAITS_FOR_ITS_DATA = """
