@@ -615,7 +615,7 @@ def test_ranks_of_the_other_nodes_fail_when_one_node_is_signalled_if_torchrun_st
     assert (tmp_path / "latest").exists() and "Traceback" not in "".join(said), said
 
 
-SIGNALLED_IN_A_SAVE = """
+SIGNALLED_BEFORE_A_SAVE = """
 import os, runpy, signal
 from megazero import training
 
@@ -629,10 +629,10 @@ runpy.run_path("pretrain_gpt2.py", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("save_interval", ["3", "100"])
+@pytest.mark.parametrize("save_interval", ["3", pytest.param("100", marks=pytest.mark.slow)])
 def test_no_rank_is_started_again_after_exit_interval_when_a_node_is_signalled_then(corpus, tmp_path, save_interval):
     script = tmp_path / "script.py"
-    script.write_text(SIGNALLED_IN_A_SAVE)
+    script.write_text(SIGNALLED_BEFORE_A_SAVE)
     save = tmp_path / "saved"
     arguments = flags(corpus, save, 100, "--exit-interval", "3", "--save-interval", save_interval)
     nodes = start_nodes(str(script), arguments, "1")
