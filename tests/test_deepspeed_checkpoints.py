@@ -138,6 +138,8 @@ def test_bad_arguments_are_refused(one_rank, tmp_path):
     for empty in ("", None):
         with pytest.raises(ValueError, match="needs a directory"):
             engine.save_checkpoint(empty)
+    with pytest.raises(TypeError, match="the tag is a dict.*client_state="):
+        engine.save_checkpoint(str(tmp_path), {"epoch": 3})
     client = {"args": argparse.Namespace(lr=1)}
     with pytest.raises(TypeError, match=r"client_state\['args'\].*argparse.Namespace.*vars"):
         engine.save_checkpoint(str(tmp_path), client_state=client)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,14 @@ class CheckpointingEngine(Engine):
 
         Raises:
             ValueError: `save_dir` is empty.
+            TypeError: the tag is a dict: the client state, which would be lost.
             AssertionError: ranks give different tags, and `checkpoint.tag_validation` is FAIL.
             Exception: see `Engine.save_checkpoint`.
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}.")
+        if isinstance(tag, Mapping):
+            raise TypeError("save_checkpoint: the tag is a dict. Pass the client state by name: client_state=...")
         self._checkpointed.counters["global_samples"] = self.global_samples
         super().save_checkpoint(
             save_dir,
