@@ -167,23 +167,29 @@ def test_units_in_another_order_are_gathered_as_often():
 
 
 def wire_case() -> None:
-    """Point to point every element that is sent is in a message to one rank. Changes modules of this rank's own process."""
+    """Point to point every byte that is sent is in a message to one rank. Changes modules of this rank's own process."""
     n = mpu.initialize_model_parallel(1).data_parallel_size
     channel_module.link = lambda *_: None  # as if the ranks were on several hosts
     sent, scalars, one_at_a_time = Counter(), Counter(), Lock()
-    send, all_reduce = point_to_point.PointToPointTransport._send, collectives.dist.all_reduce
+    transport, all_reduce = point_to_point.PointToPointTransport, collectives.dist.all_reduce
+    send, agree = transport._send, transport._agree
 
     def counting_send(self, part, rank):
         with one_at_a_time:  # lanes are threads
-            sent["elements"] += part.numel() if part.is_floating_point() else 0  # else it says which collective this is
+            sent["bytes"] += part.nbytes
         return send(self, part, rank)
+
+    def counting_agree(self, what):
+        with one_at_a_time:  # messages that say which collective this is
+            sent["bytes"] -= (n - 1) * point_to_point.MESSAGE_BYTES
+        agree(self, what)
 
     def counting_all_reduce(tensor, *args, **kwargs):
         scalars["collectives"] += 1
         scalars["elements"] += tensor.numel()
         return all_reduce(tensor, *args, **kwargs)
 
-    point_to_point.PointToPointTransport._send = counting_send
+    transport._send, transport._agree = counting_send, counting_agree
     collectives.dist.all_reduce = counting_all_reduce
     for stage in (0, 1, 2, 3):
         engine = make_engine(FrozenToy(), stage, gradient_accumulation_steps=3)
@@ -195,9 +201,7 @@ def wire_case() -> None:
         step(engine, 3)
         engine.channel.meet("the count")  # everything issued has been waited for
         want = sum(elements for _, elements in table_of_the_design(engine, 3).values())
-        assert sent["elements"] == want, (
-            f"stage {stage}, {n} ranks: {sent['elements']} left the rank, by the table {want}"
-        )
+        assert sent["bytes"] == 4 * want, f"stage {stage}, {n} ranks: {sent['bytes']} bytes, by the table {4 * want}"
         assert scalars == {"collectives": 1, "elements": 1}, "beside the channel only the norm is communicated"
         engine.destroy()
 
