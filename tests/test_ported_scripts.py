@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import megazero
+from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.mpu import declare_cuts, parallel_groups
 from tests.ranks import run_ranks
 from tests.zero.models import full_grad
@@ -323,11 +324,17 @@ def penalized(discriminator, x: Tensor) -> Tensor:
     return F.softplus(-score).mean() + gradient.square().sum(1).mean()
 
 
-def penalty_case(stage: int) -> None:
+def plain_and_engine(stage: int) -> tuple[nn.Module, torch.optim.Optimizer, DeepSpeedEngine]:
+    """A discriminator with its optimizer, and the engine of an equal one."""
     plain, ours = adversaries()[1], adversaries()[1]
     step = torch.optim.SGD(plain.parameters(), 0.5)
     config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
     engine = megazero.initialize(model=ours, optimizer=torch.optim.SGD(ours.parameters(), 0.5), config=config)[0]
+    return plain, step, engine
+
+
+def penalty_case(stage: int) -> None:
+    plain, step, engine = plain_and_engine(stage)
     for _ in range(2):
         batch = torch.randn(4 * dist.get_world_size(), 5)
         step.zero_grad()
@@ -357,11 +364,8 @@ class ModelEma:
 
 
 def average_case(stage: int) -> None:
-    plain, ours = adversaries()[1], adversaries()[1]
-    averages = [ModelEma(model) for model in (plain, ours)]
-    step = torch.optim.SGD(plain.parameters(), 0.5)
-    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
-    engine = megazero.initialize(model=ours, optimizer=torch.optim.SGD(ours.parameters(), 0.5), config=config)[0]
+    plain, step, engine = plain_and_engine(stage)
+    averages = [ModelEma(plain), ModelEma(plain)]  # the engine's module begins with the same values
     for _ in range(3):
         batch = torch.randn(4 * dist.get_world_size(), 5)
         step.zero_grad()
