@@ -1,4 +1,4 @@
-"""Child processes: which a process has (a launcher's are its ranks), and that they end with it."""
+"""Child processes: which a process has (a launcher's are its ranks), by which signals they end, and that they end with it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 PROC = Path("/proc")
+# They ask a job to end, at its launcher or at a rank. Batch systems send the last two if told to: #SBATCH --signal=USR1@120.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def end_with_parent(number: signal.Signals) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megazero.children import STOP_SIGNALS
 from megazero.comm import OtherRankError
 
 
@@ -27,7 +28,7 @@ class StopSignal:
 
     def take_signals(self) -> None:
         """Makes the signals reasons to end, from here on. Before a loop begins, there is nothing to finish or to save."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
                 signal.signal(number, self)
 

@@ -24,13 +24,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
-from megazero.children import children
+from megazero.children import STOP_SIGNALS, children
 from megazero.files import allow_many_files
 
 logger = logging.getLogger(__name__)
 
-# Batch systems send the last two to jobs that ask for it: #SBATCH --signal=USR1@120.
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 POLL_S = 0.1
 RESTART_POLL_S = 1.0  # a rank takes longer to import torch
 GRACE_S = 2.0  # after the first node has failed: ranks elsewhere that lost a partner may be writing why
