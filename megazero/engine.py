@@ -122,9 +122,9 @@ class Engine:
         self.sharding = self.zero.sharding
         if groups.data_parallel_size > 1 and optimizer_factory is not None and not self.sharding.parameters:
             refuse_max_norm(model)  # sharded parameters refuse every write in a forward
-        refuse_other_models(model.named_parameters(), group_of, groups.data)
         cuts, num_shards = partitions(model), self.zero.num_shards(groups.data_parallel_size)
         units = select_units(model, zero_units)
+        refuse_other_models(model.named_parameters(), group_of, groups.data, units)
         if self.sharding.gradients:
             refuse_scripted(model, set(model.modules() if self.sharding.parameters else units), self.zero.stage)
         plans = plan_buckets(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from megazero import comm
 from megazero.logging import some
 from megazero.zero.parameter import ReleasedParameter
 from megazero.zero.storage import storage_id
-from megazero.zero.units import shape_of
+from megazero.zero.units import shape_of, units_of_parameters
 
 # By name, so that nothing imports torch's FSDP to ask.
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -45,7 +45,10 @@ def refuse_shared_memory(model: nn.Module) -> None:
 
 
 def refuse_other_models(
-    named: Iterable[tuple[str, Tensor]], group_of: Mapping[str, int], group: comm.ProcessGroup
+    named: Iterable[tuple[str, Tensor]],
+    group_of: Mapping[str, int],
+    group: comm.ProcessGroup,
+    units: Sequence[nn.Module] = (),
 ) -> None:
     """Raises on every rank if data-parallel ranks have different models, whose values and gradients cannot be exchanged.
 
@@ -54,16 +57,20 @@ def refuse_other_models(
     Args:
         named: the tensors that its ranks exchange, in the model's order.
         group_of: index of the optimizer's parameter group, by full parameter name.
+        units: of the model, as `select_units` returns them.
     """
+    unit_of: Mapping[Any, int] = units_of_parameters(units)
     mine, before = {}, ""
     for name, tensor in named:
-        mine[name] = before, shape_of(tensor), str(tensor.dtype), tensor.requires_grad, group_of.get(name)
+        kind = shape_of(tensor), str(tensor.dtype), tensor.requires_grad
+        mine[name] = before, *kind, group_of.get(name), unit_of.get(tensor)
         before = name  # in another order, ranks would exchange one parameter for another
     if unlike := comm.differing_names(mine, group):
         raise ValueError(
             f"The data-parallel ranks have different models: {some(unlike)} are not on all of them, or differ in shape, dtype, "
-            "requires_grad, optimizer group, or what comes before them. Build the model alike on every rank, in one order (that "
-            "of a Python set differs from process to process), and convert, freeze and group its parameters alike."
+            "requires_grad, optimizer group, unit, or what comes before them. Build the model alike on every rank, in one order "
+            "(that of a Python set differs from process to process), convert, freeze and group its parameters alike, and give "
+            "the same zero_units."
         )
 
 

@@ -196,6 +196,9 @@ def different_models_case() -> None:
     model, grouped = Named("a"), {"layers.a.weight": 0, "layers.a.bias": int(is_second), "scale": 1}
     with pytest.raises(ValueError, match=r"different models: layers.a.bias are not"):
         Engine(model, mpu.get_groups(), OPTIMIZERS["sgd"], grouped, [{}, {}])
+    model = Named("ab")
+    with pytest.raises(ValueError, match=r"different models: layers.b.bias, layers.b.weight are not"):
+        make_engine(model, zero_units=[model.layers[name] for name in ("ab", "a")[is_second]])
 
 
 def test_replicas_that_are_other_models_are_refused_on_every_rank():
