@@ -43,6 +43,7 @@ from megazero.zero.tiling import tile_places
 from megazero.zero.unfit import (
     refuse_max_norm,
     refuse_other_models,
+    refuse_other_optimizers,
     refuse_scripted,
     refuse_shared_memory,
     refuse_wrapped,
@@ -157,6 +158,7 @@ class Engine:
                 allow_untested=allow_untested_optimizer,
             )
             self.lr_scheduler = lr_scheduler(self._optimizer) if lr_scheduler else None
+            refuse_other_optimizers(self._optimizer.torch_optimizer)
             if isinstance(self._optimizer.torch_optimizer, Muon):
                 self._optimizer.torch_optimizer.orthogonalize = Orthogonal(self._optimizer, cuts, groups.model)
         except BaseException:  # from the caller's optimizer or schedule

@@ -74,6 +74,27 @@ def refuse_other_models(
         )
 
 
+def refuse_other_optimizers(optimizer: torch.optim.Optimizer) -> None:
+    """Raises on every rank if ranks have different optimizers, or the same with different settings. Collective over the world."""
+    mine = {"class": type(optimizer).__name__}
+    for index, group in enumerate(optimizer.param_groups):
+        mine |= {f"param_groups[{index}][{key!r}]": _plain(value) for key, value in group.items()}
+    if unlike := comm.differing_names(mine, comm.world()):
+        here = some([f"{name} (here {mine.get(name)!r})" for name in unlike])
+        raise ValueError(
+            f"The ranks have different optimizers and would train different models: {here} are not the same on all of them. Give "
+            "every rank the same optimizer, settings and schedule."
+        )
+
+
+def _plain(value: Any) -> Any:
+    """A setting of an optimizer, or None for what says nothing to other ranks: its parameters, or objects."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
+    return value if isinstance(value, (int, float, str)) else None
+
+
 def refuse_max_norm(model: nn.Module) -> None:
     """Raises if an embedding writes to its own weights in its forward, to the rows that this rank happens to look up."""
     for name, module in model.named_modules():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero import comm, mpu, utils, zero
@@ -203,6 +205,30 @@ def different_models_case() -> None:
 
 def test_replicas_that_are_other_models_are_refused_on_every_rank():
     run_ranks(2, different_models_case)
+
+
+def different_optimizers_case() -> None:
+    mpu.initialize_model_parallel(1)
+    is_second = torch.distributed.get_rank() == 1
+    torch.manual_seed(0)
+    sgd, adamw, lr = torch.optim.SGD, torch.optim.AdamW, r"param_groups\[0\]\['lr'\]"
+    for first, second, said in (
+        (adamw, sgd, rf"class \(here '{'SGD' if is_second else 'AdamW'}'\), param_groups"),
+        (partial(sgd, lr=0.1), partial(sgd, lr=0.2), rf"{lr} \(here {0.2 if is_second else 0.1}\), param_groups"),
+        (partial(sgd, lr=torch.tensor(0.5)), sgd, rf"{lr} \(here {0.001 if is_second else 0.5}\), param_groups"),
+        (adamw, partial(adamw, betas=(0.9, 0.95)), r"param_groups\[0\]\['betas'\] \(here \(0.9, 0.9"),
+    ):
+        with pytest.raises(ValueError, match=f"different optimizers .*: {said}"):
+            make_engine(nn.Linear(2, 2), factory=second if is_second else first)
+    with pytest.raises(ValueError, match=rf"different optimizers .*{lr} \(here {0.6 if is_second else 0.3}\)"):
+        make_engine(nn.Linear(2, 2), lr_scheduler=lambda o: LambdaLR(o.torch_optimizer, lambda _: 1.0 + is_second))
+    more = [{}, {}, {"weight_decay": 0.1}] if is_second else [{}, {}]
+    with pytest.raises(ValueError, match=r"different optimizers .*: param_groups\[2\]"):
+        Engine(nn.Linear(2, 2), mpu.get_groups(), OPTIMIZERS["sgd"], {"weight": 0, "bias": 1}, more)
+
+
+def test_ranks_with_other_optimizers_or_settings_are_refused():
+    run_ranks(2, different_optimizers_case)
 
 
 class CountedOperations(TorchDispatchMode):
