@@ -42,6 +42,7 @@ from megazero.zero.schedule import Schedule
 from megazero.zero.tiling import tile_places
 from megazero.zero.unfit import (
     refuse_max_norm,
+    refuse_other_groups,
     refuse_other_models,
     refuse_other_optimizers,
     refuse_scripted,
@@ -85,7 +86,8 @@ class Engine:
 
     Raises:
         ValueError: data-parallel ranks have different models, start with different weights or would get different ones
-            (`nn.Embedding(max_norm=)`), nothing is trainable, the optimizer is not elementwise, or the groups do not make up the
+            (`nn.Embedding(max_norm=)`), nothing is trainable, the optimizer is not elementwise or not the same on every rank,
+            `group_of` does not fit the model and `group_settings`, `clip_grad` is negative, or the groups do not make up the
             world; or a parameter that is not declared as cut is missing on a tensor-parallel rank, or has another shape there.
     """
 
@@ -117,6 +119,9 @@ class Engine:
             group_of, group_settings, lr_scheduler = {}, [], None  # so that every parameter is frozen
         else:
             refuse_shared_memory(model)
+        if not clip_grad >= 0:
+            raise ValueError(f"clip_grad must be a norm, or 0 for none, got {clip_grad}.")
+        refuse_other_groups(model, group_of, len(group_settings))
         self.module = model
         self.groups = groups
         self.zero, meter = placed(zero or ZeroConfig(), placement_meter)

@@ -44,6 +44,16 @@ def refuse_shared_memory(model: nn.Module) -> None:
             )
 
 
+def refuse_other_groups(model: nn.Module, group_of: Mapping[str, int], num_groups: int) -> None:
+    """Raises if parameters that the model has not are to be trained, or some in a group that there is not."""
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if wrong := [name for name, group in group_of.items() if name not in known or not 0 <= group < num_groups]:
+        raise ValueError(
+            f"group_of has {some(wrong)}: each name must be one of model.named_parameters(), and its group one of the "
+            f"{num_groups} in group_settings, counted from 0."
+        )
+
+
 def refuse_other_models(
     named: Iterable[tuple[str, Tensor]],
     group_of: Mapping[str, int],

@@ -174,6 +174,22 @@ def test_replicas_that_start_differently_are_refused_on_every_rank():
     run_ranks(2, different_weights_case)
 
 
+def test_arguments_that_would_leave_a_model_untrained_or_unclipped_are_refused(one_rank):
+    model, groups = nn.Linear(2, 2), mpu.get_groups()
+    for grouped, said in (
+        ({"weight": 0, "biass": 0}, "biass"),
+        ({"weight": 0, "bias": 1}, "bias"),
+        ({"weight": -1, "bias": 0}, "weight"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"group_of has {said}: each name must be .* one of the 1 in group_settings"
+        ):
+            Engine(model, groups, OPTIMIZERS["sgd"], grouped, [{}])
+    for clip_grad in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="clip_grad must be a norm, or 0 for none, got"):
+            make_engine(model, clip_grad=clip_grad)
+
+
 class Named(nn.Module):
     """Linear layers of one shape, by name, and a root parameter."""
 
