@@ -98,7 +98,8 @@ class Init:
         others: DeepSpeed's further keywords (`zero_quantized_weights`, ...), accepted only with their defaults.
 
     Raises:
-        ValueError: `remote_device` is none of the above, or is nvme without a directory; or one of `others` is not off.
+        ValueError: `remote_device` is none of the above, or is nvme without a directory; one of `others` is not off; or, within
+            the context, ranks construct different modules.
         OSError: the swap file cannot be created; OtherRankError on the other ranks.
         TypeError: an unknown keyword, or a `dtype` that is not a torch.dtype.
     """
@@ -159,6 +160,7 @@ class Init:
                 module = seen()
                 if module is not None:
                     self._shard(module)
+            self._agree("the end of the context")
         self._seen = []
 
     def _start(self) -> None:
@@ -198,6 +200,7 @@ class Init:
             entries = [(name, tuple(p.shape), NO_GROUP, False) for name, p in parameters.items()]
             layout = BucketLayout.build(entries, self.channel.size)
             name = f"{type(module).__name__} {next(self._numbers)}"
+            self._agree(f"{name} ({', '.join(f'{n}: {list(shape)}' for n, shape, *_ in entries)})")
             plan = BucketPlan(name, ROOT, dtype, False, parameters, layout, Sharding.of_stage(3))
             bucket = Bucket(plan, self.channel, param_home=self._home, device=comm.local_device())
             comm.broadcast_(bucket.weights.flat, self.channel.group)
@@ -205,6 +208,14 @@ class Init:
             bucket.weights.release()
             for parameter in parameters.values():
                 keep(parameter, bucket)
+
+    def _agree(self, what: str) -> None:
+        """Raises on every rank unless all have come to `what`: a rank with another module would take its values, or wait."""
+        if unlike := comm.differing_names({what: True}, self.channel.group):
+            raise ValueError(
+                f"zero.Init: data-parallel ranks construct different models: one has come to {', another to '.join(unlike)}. "
+                "Construct the same modules in the same order on every rank."
+            )
 
 
 def _check_others(others: Mapping[str, Any]) -> None:

@@ -48,6 +48,27 @@ def test_values_equal_an_unsharded_construction_with_the_seed_of_rank_0(world_si
     run_ranks(world_size, values_case)
 
 
+def other_models_case() -> None:
+    mpu.initialize_model_parallel(1)
+    is_second = torch.distributed.get_rank() == 1
+    for lengths, widths, said in (
+        ((1, 2), (3, 3), r"Linear 1 \(weight: \[3, 3\], bias: \[3\]\), another to the end of the context\."),
+        ((2, 1), (3, 3), r"Linear 1 \(weight: \[3, 3\], bias: \[3\]\), another to the end of the context\."),
+        (
+            (1, 1),
+            (3, 4),
+            r"Linear 0 \(weight: \[3, 3\], bias: \[3\]\), another to Linear 0 \(weight: \[4, 4\], bias: \[4\]\)\.",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"different models: one has come to {said}"), zero.Init():
+            width = widths[is_second]
+            _ = nn.Sequential(*(nn.Linear(width, width) for _ in range(lengths[is_second])))  # kept until the end
+
+
+def test_ranks_that_construct_other_models_are_refused_before_any_waits():
+    run_ranks(2, other_models_case)
+
+
 def training_case(stage: int) -> None:
     mpu.initialize_model_parallel(1)
     want = run(Toy, 0)
