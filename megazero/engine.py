@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -374,6 +375,7 @@ class Engine:
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
         """Changes the number of micro-batches per optimizer step; call it between two steps."""
+        steps = _integer("gradient_accumulation_steps", steps)
         if steps < 1:
             raise ValueError(f"gradient_accumulation_steps must be at least 1, got {steps}.")
         self._accumulation_steps = steps
@@ -556,14 +558,15 @@ class Engine:
             TypeError: the client state holds something else; the message says where.
             OSError: a file could not be written, on whichever rank. The previous checkpoint stays the latest.
             DirectoryInUseError: another job saves there.
-            ValueError: `keep_last` is negative; or `exclude_frozen_parameters` is given without an optimizer: nothing is trained,
-                and nothing would be saved.
+            ValueError: `keep_last` is negative, or no integer; or `exclude_frozen_parameters` is given without an optimizer:
+                nothing is trained, and nothing would be saved.
         """
         if exclude_frozen_parameters and self.optimizer is None:
             raise ValueError(
                 "save_checkpoint(exclude_frozen_parameters=True): this engine was made without an optimizer, so every parameter "
                 "is frozen, and none would be saved. Drop it."
             )
+        keep_last = _integer("save_checkpoint's keep_last", keep_last)
         if keep_last < 0:
             raise ValueError(f"save_checkpoint(keep_last={keep_last}): say how many to keep; 0 keeps all.")
         self._refuse_changed_model("save_checkpoint()")
@@ -704,6 +707,13 @@ class Engine:
             dissolve(self.buckets)
             self.homes.close()
             self.channel.close()
+
+
+def _integer(name: str, value: Any) -> int:
+    """The value as Python's int: a checkpoint's counters follow from it, and JSON takes none of numpy's."""
+    if not isinstance(value, Integral):
+        raise ValueError(f"{name} must be an integer, got {value!r}.")
+    return int(value)
 
 
 def _described(loss: Any) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -348,12 +349,16 @@ def accumulation_case(stage: int) -> None:
     else:
         with pytest.raises(AssertionError, match="no_sync"), engine.no_sync():
             pass
+    engine.set_gradient_accumulation_steps(np.int64(4))
+    assert type(engine.train_batch_size()) is int  # counted from it, it goes into a checkpoint's JSON
     engine.set_train_batch_size(12)
     assert engine.gradient_accumulation_steps() == 3 and engine.train_batch_size() == 12
     with pytest.raises(ValueError, match="multiple of micro-batch size 2"):
         engine.set_train_batch_size(7)
     with pytest.raises(ValueError, match="gradient_accumulation_steps must be at least 1, got 0"):
         engine.set_gradient_accumulation_steps(0)
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps must be an integer, got 2\.0"):
+        engine.set_gradient_accumulation_steps(2.0)
     assert engine.gradient_accumulation_steps() == 3
 
 

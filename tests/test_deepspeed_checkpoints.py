@@ -60,6 +60,7 @@ def round_trip_case(folder: str, stage: int) -> None:
         "best": float("inf"),
         3: ("three", [1, None]),
     }
+    engine.global_samples = np.int64(engine.global_samples)  # a script may set it
     assert engine.save_checkpoint(folder, tag=12, client_state=client) is True
     assert Path(folder, "latest").read_text() == "12"
     want, lr = train(engine, 2), engine.get_lr()

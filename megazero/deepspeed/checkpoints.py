@@ -55,7 +55,7 @@ class CheckpointingEngine(Engine):
             raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}.")
         if isinstance(tag, Mapping):
             raise TypeError("save_checkpoint: the tag is a dict. Pass the client state by name: client_state=...")
-        self._checkpointed.counters["global_samples"] = self.global_samples
+        self._checkpointed.counters["global_samples"] = int(self.global_samples)  # which a script may set, to numpy's
         super().save_checkpoint(
             save_dir,
             self._agreed_tag(tag),

@@ -413,12 +413,14 @@ def test_keep_last_never_deletes_what_latest_names_and_counts_the_jobs_own_tags_
     assert list_tags(tmp_path) == ["best", "global_step2"]
 
 
-def test_a_negative_keep_last_is_refused_and_deletes_nothing(world, tmp_path):
+def test_a_negative_keep_last_or_a_string_is_refused_and_deletes_nothing(world, tmp_path):
     engine = make_engine(1)
     for tag in ("global_step1", "global_step2"):
         engine.save_checkpoint(str(tmp_path), tag=tag)
     with pytest.raises(ValueError, match=r"save_checkpoint\(keep_last=-1\): .* 0 keeps all"):
         engine.save_checkpoint(str(tmp_path), tag="global_step3", keep_last=-1)
+    with pytest.raises(ValueError, match=r"save_checkpoint's keep_last must be an integer, got '2'"):
+        engine.save_checkpoint(str(tmp_path), tag="global_step3", keep_last="2")
     assert list_tags(tmp_path) == ["global_step1", "global_step2"]
 
 
