@@ -139,6 +139,8 @@ def test_bad_arguments_are_refused(one_rank, tmp_path):
     for empty in ("", None):
         with pytest.raises(ValueError, match="needs a directory"):
             engine.save_checkpoint(empty)
+        with pytest.raises(ValueError, match="load_checkpoint needs a directory"):
+            engine.load_checkpoint(empty)
     with pytest.raises(TypeError, match="the tag is a dict.*client_state="):
         engine.save_checkpoint(str(tmp_path), {"epoch": 3})
     client = {"args": argparse.Namespace(lr=1)}

@@ -102,6 +102,7 @@ class CheckpointingEngine(Engine):
 
         Raises:
             NotImplementedError: `custom_load_fn` was given.
+            ValueError: `load_dir` is empty.
             Exception: see `Engine.load_checkpoint`.
         """
         if custom_load_fn is not None:
@@ -110,6 +111,8 @@ class CheckpointingEngine(Engine):
                 "that from megazero.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint, change it, and give it to "
                 "engine.load_module_state_dict."
             )
+        if not load_dir:
+            raise ValueError(f"load_checkpoint needs a directory, got load_dir={load_dir!r}.")
         comm.meet_world("load_checkpoint", self.channel.timeout_s)
         self.wait_for_checkpoint()  # it may be the one to load
         if tag is None:
