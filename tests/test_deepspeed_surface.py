@@ -626,6 +626,9 @@ def test_parameters_in_every_form_that_torchs_optimizers_take(one_rank):
     for wrong, words in (
         (consumed, "empty. A generator"),
         ([{"params": []}, used[0].weight], "mixes parameter groups"),
+        (nn.Linear(2, 2), "Among the parameters to train is Linear. Give parameters"),
+        (used, "Among the parameters to train is Linear"),  # a Sequential is a list of modules
+        ([{"lr": 0.5}], "Among the parameters to train is NoneType"),
     ):
         with pytest.raises(DeepSpeedConfigError, match=words):
             deepspeed.initialize(model=used, model_parameters=wrong, config={"train_batch_size": 2, "optimizer": ADAM})

@@ -32,7 +32,8 @@ def client_optimizer(
     """
     if optimizer is None and config.optimizer is None:
         return None, []
-    parameters: list[Any] = list(model.parameters() if model_parameters is None else model_parameters)
+    given = model.parameters() if model_parameters is None else model_parameters
+    parameters: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     groups = _groups_of(parameters)
     if optimizer is None:
         assert config.optimizer is not None, "else there is none at all"
@@ -61,7 +62,7 @@ def _groups_of(parameters: list[Any]) -> list[dict[str, Any]]:
         return [{"params": _unnamed(parameters)}]
     if not all(isinstance(entry, dict) for entry in parameters):
         raise DeepSpeedConfigError("model_parameters mixes parameter groups and parameters. Give one or the other.")
-    return [{**group, "params": _unnamed(group["params"])} for group in parameters]
+    return [{**group, "params": _unnamed(group.get("params"))} for group in parameters]
 
 
 def _adopted(optimizer: torch.optim.Optimizer, config: JsonConfig) -> tuple[OptimizerFactory, list[dict[str, Any]]]:
@@ -130,10 +131,20 @@ def check_evaluation(config: JsonConfig, lr_scheduler: Any) -> None:
 
 
 def _unnamed(parameters: Any) -> list[Any]:
-    """A list of parameters, from one tensor or from what torch's optimizers take: parameters, or (name, parameter) pairs."""
-    if isinstance(parameters, torch.Tensor):
-        return [parameters]
-    return [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
+    """A list of parameters, from one tensor or from what torch's optimizers take: parameters, or (name, parameter) pairs.
+
+    Raises:
+        DeepSpeedConfigError: it is none of these.
+    """
+    is_one = isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable)
+    found = [entry[1] if isinstance(entry, tuple) else entry for entry in ([parameters] if is_one else parameters)]
+    for each in found:
+        if not isinstance(each, torch.Tensor):
+            raise DeepSpeedConfigError(
+                f"Among the parameters to train is {type(each).__name__}. Give parameters, as model.parameters() has them, or "
+                'parameter groups, as {"params": [...], "lr": 1e-3}.'
+            )
+    return found
 
 
 @contextmanager
