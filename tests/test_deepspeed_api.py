@@ -529,6 +529,9 @@ def state_case(stage: int) -> None:
         engine.load_module_state_dict({} if torch.distributed.get_rank() == 1 else state)  # on one rank: on all
     with pytest.raises(RuntimeError, match=r"not all ranks were given 0.bias, 0.weight, 2.bias and 1 more"):
         engine.load_module_state_dict({} if torch.distributed.get_rank() == 1 else state, strict=False)
+    for weight, kind in ((np.ones((3, 7)), "ndarray"), ([1.0], "list")):
+        with pytest.raises(RuntimeError, match=rf"2.weight has shape \(3, 7\), got {kind}\."):
+            engine.load_module_state_dict({**state, "2.weight": weight})
     assert all(torch.equal(value, after[name]) for name, value in engine.state_dict().items())
     assert engine.save_16bit_model("unused", "unused") is False if stage == 3 else True
 

@@ -188,8 +188,8 @@ class CheckpointingEngine(Engine):
         For tiled layers it accepts the whole layer's parameters as well as tiles.
 
         Raises:
-            RuntimeError: names are missing or unknown (with `strict`), or a shape differs, on some rank; or ranks were given
-                other names. Nothing has been written in that case.
+            RuntimeError: names are missing or unknown (with `strict`), or a value is no tensor or of another shape, on some rank;
+                or ranks were given other names. Nothing has been written in that case.
         """
         known, state_dict = self.module.state_dict(keep_vars=True), dict(state_dict)
         errors = cut_whole(state_dict, {name: p for name, p in self._checkpointed.tiles.items() if name in known})

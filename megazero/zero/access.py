@@ -300,8 +300,8 @@ def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, A
     """Writes full values, the same on every rank, into parameters and buffers, master weights included. Collective.
 
     Raises:
-        RuntimeError: names are missing or unknown (with `strict`), or a shape differs, on some rank, or ranks were given other
-            names; nothing has been written.
+        RuntimeError: names are missing or unknown (with `strict`), or a value is no tensor or of another shape, on some rank, or
+            ranks were given other names; nothing has been written.
     """
     known, again = (module.state_dict(keep_vars=True) for _ in range(2))
     # What a module makes anew cannot be written to, and its extra state is its own to take.
@@ -318,8 +318,9 @@ def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, A
                 f"load_module_state_dict: missing {missing}, unknown {unknown}. strict=False takes what is there."
             )
         for name, value in given.items():
-            if tuple(value.shape) != (shape := shape_of(known[name])):
-                raise RuntimeError(f"load_module_state_dict: {name} has shape {shape}, got {tuple(value.shape)}.")
+            found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if found != (shape := shape_of(known[name])):
+                raise RuntimeError(f"load_module_state_dict: {name} has shape {shape}, got {found}.")
 
     comm.together(check)  # a script may have given the state to the first rank only
     if unlike := comm.differing_names(dict.fromkeys(given), buckets[0].channel.group):
