@@ -47,7 +47,7 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         self.modifier_rank = modifier_rank
-        given = [params] if params is None or isinstance(params, Tensor) else list(params)
+        given = list(params) if isinstance(params, Iterable) and not isinstance(params, Tensor) else [params]
         for other in given:
             if other is not None and not isinstance(other, Tensor):
                 raise TypeError(

@@ -494,7 +494,11 @@ def gathered_case(dtype: torch.dtype, stage: int) -> None:
     bias = nn.Linear(2, 2, bias=False).bias
     with zero.GatheredParameters([weight, bias, torch.ones(2)]), zero.GatheredParameters(bias):
         assert weight.shape == (15, 5)
-    for names, kind in ((dict(plain.named_parameters()), "str"), (plain.named_parameters(), "tuple")):
+    for names, kind in (
+        (dict(plain.named_parameters()), "str"),
+        (plain.named_parameters(), "tuple"),
+        (plain, "Linear"),
+    ):
         with pytest.raises(TypeError, match=rf"found a {kind} among the parameters.*values\(\) of a dict"):
             zero.GatheredParameters(names)
     with pytest.raises(ValueError, match="modifier_rank=5"):
