@@ -141,6 +141,7 @@ def model_parallel_cuda_manual_seed(seed: int, model_parallel_rank: int | None =
         RuntimeError: the model-parallel groups do not exist.
     """
     rank = get_model_parallel_rank() if model_parallel_rank is None else model_parallel_rank
+    seed = int(seed)  # numpy's too, as for torch.manual_seed
     own_seed = seed + MODEL_PARALLEL_SEED_OFFSET + rank
     _tracker.reset()
     _seed(seed)

@@ -1,5 +1,6 @@
 """Random streams: equal or different between ranks as asked, and never disturbed by each other."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ def seed_case():
     with tracker.fork("model-parallel-rng"):
         assert draw() == inner[1], "the stream goes on where it was left"
     assert draw() == outer[2]
-    mpu.model_parallel_cuda_manual_seed(7)  # again, from the start
+    mpu.model_parallel_cuda_manual_seed(np.int64(7))  # again, from the start
     with tracker.fork():
         return draw()
 
