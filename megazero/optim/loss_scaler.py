@@ -57,11 +57,17 @@ class PrecisionConfig(DtypeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_options(self)
         if self.loss_scale is not None and not 0 <= self.loss_scale < float("inf"):
             raise ValueError(f"--loss-scale must be a finite number >= 0 (0 = dynamic), got {self.loss_scale}.")
         if self.loss_scale and not self.fp16:
             raise ValueError(f"--loss-scale {self.loss_scale} needs --fp16: fp32 and bf16 gradients are never scaled.")
-        check_options(self)
+        if self.fp16 and not self.loss_scale and self.min_scale > self.initial_loss_scale:
+            raise ValueError(
+                f"--min-scale {self.min_scale:g} (fp16.min_loss_scale) is above the loss scale of the first step, "
+                f"--initial-loss-scale {self.initial_loss_scale:g} (2 ** fp16.initial_scale_power). Lower the one, or raise the "
+                "other."
+            )
 
 
 @dataclass(eq=False)

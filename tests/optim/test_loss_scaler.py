@@ -125,6 +125,7 @@ def test_a_scale_of_another_kind_is_not_continued(was_dynamic, is_dynamic):
         {"fp16": True, "loss_scale": float("inf")},
         {"min_scale": 0.0},
         {"hysteresis": 0},
+        {"fp16": True, "min_scale": 4.0, "initial_loss_scale": 2.0},
     ],
 )
 def test_contradictory_precision_flags_are_refused(flags):
