@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
+import types
+import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, field, fields
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 
@@ -55,7 +59,13 @@ def as_given(described: Field, value: Any) -> str:
 
 
 def check_options(config: Any) -> None:
-    """Raises a ValueError if a field of a configuration dataclass has a value that its option does not accept."""
+    """Raises if a field of a configuration dataclass has a value that its option does not accept.
+
+    Raises:
+        TypeError: it is of another type, such as the string "2" for a number.
+        ValueError: it is none of the choices, or out of bounds.
+    """
+    hints = typing.get_type_hints(type(config))
     for each in (each for each in fields(config) if "help" in each.metadata):
         choices, least, most, above, below = (
             each.metadata[name] for name in ("choices", "at_least", "at_most", "above", "below")
@@ -65,6 +75,10 @@ def check_options(config: Any) -> None:
             raise ValueError(f"{flag} must be one of {', '.join(map(str, choices))}, got {value!r}.")
         if value is None:
             continue
+        if (wanted := _unlike(value, hints[each.name])) is not None:
+            raise TypeError(f"{flag} must be {wanted}, got {value!r}.")
+        if isinstance(value, Real) and not math.isfinite(value):
+            raise ValueError(f"{flag} must be a finite number, got {value}.")
         if above is not None and not value > above:
             raise ValueError(f"{flag} must be above {above}, got {value}.")
         if below is not None and not least <= value < below:
@@ -73,6 +87,18 @@ def check_options(config: Any) -> None:
             raise ValueError(f"{flag} must be {f'at least {least}' if least else '0 or more'}, got {value}.")
         if most is not None and not value <= most:
             raise ValueError(f"{flag} must be at most {most:,}, got {value}.")
+
+
+def _unlike(value: Any, hint: Any) -> str | None:
+    """What a field of this type should have instead of `value`; None if that will do, as numpy's numbers do."""
+    kinds, is_truth = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,), isinstance(value, bool)
+    if bool in kinds and not is_truth:
+        return "true or false"
+    if int in kinds and (is_truth or not isinstance(value, Integral)):
+        return "an integer"
+    if float in kinds and (is_truth or not isinstance(value, Real)):
+        return "a number"
+    return None
 
 
 class Parser(argparse.ArgumentParser):

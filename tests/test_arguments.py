@@ -11,12 +11,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
 
+import numpy as np
 import pytest
 
 from megazero.arguments import CPU_OPTIMIZER, load_config, make_parser
 from megazero.config import Config
 from megazero.foreign_flags import ALWAYS_SO, AS_IT_IS, NO_EFFECT, REFUSED, WITH_VALUE
 from megazero.inference import InferenceConfig
+from megazero.model.config import GPT2Config
+from megazero.optim.loss_scaler import PrecisionConfig
+from megazero.optim.optimizers import OptimizerConfig
 from megazero.zero.config import ZeroConfig
 
 # The GPT-2 script of Megatron-LM's first tree, word for word but for the launcher.
@@ -282,6 +286,24 @@ def test_integers_may_be_written_as_in_json(text, is_right):
     else:
         with pytest.raises(ValueError, match=f"invalid int value: '{text}'"):
             load_config(["--num-layers", text])
+
+
+@pytest.mark.parametrize(
+    "component, given, message",
+    [
+        (GPT2Config, {"num_layers": 2.0}, "--num-layers must be an integer, got 2.0"),
+        (GPT2Config, {"hidden_dropout": "0.1"}, "--hidden-dropout must be a number, got '0.1'"),
+        (ZeroConfig, {"shard_size": "2"}, "--zero-shard-size must be an integer, got '2'"),
+        (ZeroConfig, {"overlap_param_gather": "no"}, "--overlap-param-gather must be true or false, got 'no'"),
+        (PrecisionConfig, {"fp16": True, "initial_loss_scale": float("inf")}, "must be a finite number, got inf"),
+        (PrecisionConfig, {"fp16": True, "loss_scale": "8"}, "--loss-scale must be a number, got '8'"),
+        (OptimizerConfig, {"weight_decay": True}, "--weight-decay must be a number, got True"),
+    ],
+)
+def test_a_component_refuses_values_of_another_type_as_its_flags_do(component, given, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        component(**given)
+    assert GPT2Config(num_layers=np.int64(2), hidden_dropout=np.float32(0.5), init_method_std=1).num_layers == 2
 
 
 def test_flags_that_are_always_so_are_accepted():
