@@ -56,11 +56,16 @@ class IndexedDatasetWriter:
         """Appends one sequence to the current document.
 
         Raises:
-            ValueError: a token is no integer or does not fit the dtype; the sequence is longer than the format's 2**31 - 1.
+            ValueError: a token is no integer or does not fit the dtype; `tokens` has more than one dimension, or more tokens than
+                the format's 2**31 - 1.
         """
         ids = np.asarray(tokens, dtype=np.int64 if len(tokens) == 0 else None)
         if ids.dtype.kind not in "iu":
             raise ValueError(f"tokens of dtype {ids.dtype} are not integers ({self.prefix}.bin)")
+        if ids.ndim != 1:
+            raise ValueError(
+                f"tokens of shape {list(ids.shape)} are not one sequence ({self.prefix}.bin): add each of its rows"
+            )
         if len(ids) > mmidx.MAX_SEQUENCE:
             raise ValueError(
                 f"a sequence of {len(ids)} tokens: the .idx format stores lengths up to {mmidx.MAX_SEQUENCE}"

@@ -186,9 +186,9 @@ def test_what_cannot_be_written_or_synced_is_named_before_anything_has_changed(g
     assert sorted(p.name for p in golden.parent.iterdir()) == ["g.bin", "g.idx"] and len(IndexedDataset(golden)) == 3
 
 
-@pytest.mark.parametrize("tokens", [[65536], [-1], np.array([1.5]), np.array([70000])])
+@pytest.mark.parametrize("tokens", [[65536], [-1], np.array([1.5]), np.array([70000]), [[1, 2]]])
 def test_tokens_that_do_not_fit_are_refused(tmp_path, tokens):
-    with pytest.raises(ValueError, match="do not fit uint16|not integers"):
+    with pytest.raises(ValueError, match="do not fit uint16|not integers|not one sequence"):
         with IndexedDatasetWriter(tmp_path / "w", np.uint16) as writer:
             writer.add_document(tokens)
     with pytest.raises(ValueError, match="cannot hold tokens"):
