@@ -20,6 +20,7 @@ from megazero.lines.jsonl import Block
 from megazero.lines.resumable import read_pieces
 
 _SUFFIXES = (".bin", ".npy", ".parquet")  # of the files that a folder stands for
+_ARROW = ".arrow"  # of those that are refused
 _HELD_OUT = re.compile(r"(?<![a-z])(val|valid|validation|test)(?![a-z])")
 DTYPES = ("uint16", "uint32", "int32", "int64", "uint64", "uint8")
 _HEADER_BYTES = 1024  # 256 int32: magic number, version, number of tokens (karpathy/llm.c, dev/data/data_common.py)
@@ -49,7 +50,7 @@ def find_inputs(values: Sequence[str | Path], output: Path) -> list[Path]:
                 raise FileNotFoundError(f"--input {value}: there is no such file or folder")
             paths.append(value)
             continue
-        found = sorted(path for path in value.iterdir() if path.suffix in _SUFFIXES and path.name[0] != ".")
+        found = sorted(path for path in value.iterdir() if path.suffix in (*_SUFFIXES, _ARROW) and path.name[0] != ".")
         held_out = [path for path in found if _HELD_OUT.search(path.stem)]
         if not found:
             raise FileNotFoundError(f"--input {value}: the folder holds no {', '.join(_SUFFIXES)}")
@@ -67,6 +68,11 @@ def find_inputs(values: Sequence[str | Path], output: Path) -> list[Path]:
     for path in paths:
         if is_json(path):
             raise ValueError(f"--input {path} is text, not tokens. Tokenize it instead: python -m data_tools tokenize")
+        if path.suffix == _ARROW:
+            raise ValueError(
+                f"--input {path} is of a data set as Hugging Face's save_to_disk writes it. Write it as .parquet: "
+                f"datasets.load_from_disk({str(path.parent)!r}).to_parquet(FILE)"
+            )
         if path.suffix == ".bin" and path.with_suffix(".idx").exists():
             raise ValueError(
                 f"--input {path} has an .idx: it is what this step makes. Such pairs are joined by merge_datasets."

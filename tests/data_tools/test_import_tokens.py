@@ -268,6 +268,10 @@ def test_what_a_folder_stands_for(folder):
 
 
 def test_inputs_that_are_refused(folder):
+    Path("saved").mkdir()
+    Path("saved/data-00000-of-00001.arrow").touch()
+    with pytest.raises(ValueError, match=r"\.arrow is of .*: datasets.load_from_disk\('saved'\)\.to_parquet\(FILE\)"):
+        import_files("saved")
     with IndexedDatasetWriter("pair", np.uint16) as writer:
         writer.add_document([1])
     with pytest.raises(ValueError, match="pair.bin has an .idx.*merge_datasets"):
