@@ -64,8 +64,11 @@ class ReleasedParameter(nn.Parameter):
         if func in _MOVES and target is not None and _stays(func, args, kwargs or {}, target):
             return target
         if _asks(func, args, kwargs):
-            with asked_directly():
-                return func(*args, **(kwargs or {}))
+            try:
+                with asked_directly():
+                    return func(*args, **(kwargs or {}))
+            except IndexError:  # p.size(1), as torch's initializations ask
+                raise RuntimeError(_message(func, target)) from None
         if target is not None and not _writes(func, flat[0], target) and _gather_for_reading(target):
             return func(*args, **(kwargs or {}))
         raise RuntimeError(_message(func, target))

@@ -334,6 +334,7 @@ def refusals_case(stage3: bool) -> None:
     weight = model[0].up.weight
     for touch in (
         lambda: nn.init.normal_(weight),
+        lambda: nn.init.xavier_uniform_(weight),
         lambda: weight.data.normal_(),
         lambda: F.linear(torch.ones(1, 5), weight),
         lambda: weight.sum(),
