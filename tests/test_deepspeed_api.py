@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 import megazero as deepspeed
@@ -560,6 +562,17 @@ def test_a_model_that_torchs_data_parallelism_has_taken_is_refused(one_rank):
         (sharded, "1 is under torch's FSDPModule, "),
     ):
         with pytest.raises(ValueError, match=f"^{words}.* Give the engine the model without it"):
+            deepspeed.initialize(model=model, config=CONFIG)
+
+
+def test_a_model_that_torchs_tensor_parallelism_has_cut_is_refused(one_rank):
+    mesh = init_device_mesh("cpu", (1,))
+    cut = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    parallelize_module(cut, mesh, {"1": ColwiseParallel()})
+    counted = nn.Sequential(nn.Linear(4, 2))
+    counted.register_buffer("count", distribute_tensor(torch.zeros(2), mesh))
+    for model, name in ((cut, r"1\.weight"), (counted, "count")):
+        with pytest.raises(ValueError, match=f"^{name} is a DTensor, .*ColumnParallelLinear"):
             deepspeed.initialize(model=model, config=CONFIG)
 
 

@@ -19,7 +19,7 @@ _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raises if torch's own data parallelism has taken the parameters, whose hooks would work against an engine's."""
+    """Raises if torch's own parallelism has taken the parameters, whose hooks would work against an engine's, or has cut them."""
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS:
@@ -27,6 +27,13 @@ def refuse_wrapped(model: nn.Module) -> None:
                     f"{name or 'the model'} is under torch's {kind.__name__}, which averages gradients or shards parameters "
                     "itself, as the engine does. Give the engine the model without it; the ZeRO stage says what is sharded."
                 )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if type(tensor).__name__ == "DTensor":
+            raise ValueError(
+                f"{name} is a DTensor, of torch's tensor parallelism (parallelize_module, distribute_tensor), whose groups the "
+                "engine does not know. Build layers that ranks split from megazero.mpu's ColumnParallelLinear and "
+                "RowParallelLinear; or give the engine the model of plain tensors."
+            )
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
