@@ -576,6 +576,26 @@ def test_a_model_that_torchs_tensor_parallelism_has_cut_is_refused(one_rank):
             deepspeed.initialize(model=model, config=CONFIG)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor|The PyTorch API of nested tensors|Sparse CSR")
+@pytest.mark.parametrize(
+    ("make", "form"),
+    [
+        (lambda: torch.eye(2).to_sparse(), "sparse_coo"),
+        (lambda: torch.eye(2).to_sparse_csr(), "sparse_csr"),
+        (lambda: torch.ones(2, 2).to_mkldnn(), "_mkldnn"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "qint8"),
+        (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "nested"),
+    ],
+)
+def test_tensors_that_are_not_dense_are_refused_by_name(one_rank, make, form):
+    held, trained = nn.Linear(4, 2), nn.Linear(4, 2)
+    held.register_buffer("graph", make(), persistent=False)
+    trained.graph = nn.Parameter(make(), requires_grad=False)
+    for model, kind in ((held, "buffer"), (trained, "parameter")):
+        with pytest.raises(ValueError, match=rf"^The {kind} 'graph' is a tensor of form {form}, .*to_dense\(\)"):
+            deepspeed.initialize(model=model, config=CONFIG)
+
+
 def test_a_tie_that_is_one_memory_of_two_parameters_is_refused_where_it_would_be_lost(one_rank):
     tied = nn.ModuleDict({"head": nn.Linear(4, 7, bias=False), "embedding": nn.Embedding(7, 4)})
     tied["head"].weight = tied["embedding"].weight

@@ -21,7 +21,7 @@ from megazero.zero.init import suspended
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import ReleasedParameter
 from megazero.zero.registry import bucket_of
-from megazero.zero.unfit import refuse_other_models, refuse_shared_memory, refuse_wrapped
+from megazero.zero.unfit import refuse_other_models, refuse_shared_memory, refuse_undense, refuse_wrapped
 from megazero.zero.units import target_dtype
 
 logger = get_logger(__name__)
@@ -100,6 +100,7 @@ def initialize(
     )
     comm.refuse_differences(told.of_all_ranks, "Give initialize the same configuration on every rank.")
     refuse_wrapped(model)  # here too, before the first rank's values are copied to all
+    refuse_undense(model)
     factory, param_groups = client_optimizer(told, optimizer, model_parameters, model)
     if factory is None:
         check_evaluation(told, lr_scheduler)

@@ -36,6 +36,19 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
+def refuse_undense(model: nn.Module) -> None:
+    """Raises if a parameter or buffer is no dense array, of which neither ranks nor checkpoints can exchange the memory."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            form = "nested" if tensor.is_nested else str(tensor.dtype if tensor.is_quantized else tensor.layout)
+            raise ValueError(
+                f"The {kind} {name!r} is a tensor of form {form.removeprefix('torch.')}, and ranks and checkpoints exchange "
+                "dense ones. Give its module a dense one (to_dense(), dequantize()), from which the forward makes the other; or "
+                "keep it as a plain attribute, the same on every rank."
+            )
+
+
 def refuse_shared_memory(model: nn.Module) -> None:
     """Raises if two parameters are one memory, of which one is trained: here each has its own, and the tie would be lost."""
     found: dict[Any, tuple[str, nn.Parameter]] = {}  # by where each begins
