@@ -616,14 +616,17 @@ def expanded_case() -> None:
     expanded = torch.full((1, 3), float(rank + 1)).expand(2, 3)
     model.register_buffer("mask", expanded)
     model.register_parameter("scale", nn.Parameter(expanded, requires_grad=False))
+    model.register_buffer("filter", torch.full((3,), 1j * (rank + 1)).conj())
+    model.register_buffer("phase", model.filter.imag)
     engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
     state = engine.module_state_dict()
     assert state["mask"].tolist() == state["scale"].tolist() == 2 * [[1.0, 1.0, 1.0]]
+    assert state["filter"].tolist() == 3 * [-1j] and state["phase"].tolist() == 3 * [-1.0]
     engine.load_module_state_dict({"mask": 2 * state["mask"]}, strict=False)
     assert model.mask.tolist() == 2 * [[2.0, 2.0, 2.0]]
 
 
-def test_an_expanded_buffer_or_parameter_is_that_of_the_first_rank_and_loads():
+def test_an_expanded_buffer_or_parameter_and_a_conjugate_are_those_of_the_first_rank_and_load():
     run_ranks(2, expanded_case)
 
 

@@ -228,8 +228,8 @@ def _move(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> 
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or if it is expanded, a copy with memory for every element, as a move to a GPU gives it."""
-    return tensor.clone() if 0 in tensor.stride() else tensor
+    """The tensor, or if it is expanded or a conjugate, a copy with memory for every element, in which its values stand."""
+    return (tensor.clone() if 0 in tensor.stride() else tensor).resolve_conj().resolve_neg()
 
 
 def _as_on_first_rank(model: nn.Module, groups: ParallelGroups) -> None:
