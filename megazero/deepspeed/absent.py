@@ -1,4 +1,4 @@
-"""Names that DeepSpeed or FSDP has and megazero lacks, each with what to do instead, for the error that a ported script gets."""
+"""Names that DeepSpeed, FSDP or DDP has and megazero lacks, each with what to do instead, for a ported script's error."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _OFFLOAD = "what rests in host memory is chosen in the configuration, by offload
 _PROFILING = "torch.profiler measures time, and torch.utils.flop_counter.FlopCounterMode counts operations"
 _METRICS = "the engine writes no metrics. Log the loss, get_lr() and get_global_grad_norm() in the script"
 _WHOLE = "module_state_dict() is whole at every stage, whatever the configuration says"
+_GATHERED = "zero.GatheredParameters(parameters) makes them whole"
 _RUNTIME = (
     "ZeroParamStatus is in megazero.zero, zero_to_fp32 in megazero.utils, schedules are in megazero.optim.schedules, "
     "activation_checkpointing.checkpointing is megazero.checkpointing, and what see_memory_usage shows is "
@@ -38,16 +39,19 @@ OF_ENGINE = {
     "clip_grad_norm_": "gradient_clipping in the configuration clips at every update",
     "coalesce_grad_reduction": "set_gradient_accumulation_boundary(False) before a backward says that more follow",
     "eval_batch": _PIPELINE,
+    "join": "every rank takes equally many steps: leave the loop together, before the first rank has no batch",
     "monitor": _METRICS,
     "offload_states": _OFFLOAD,
     "optimizer_name": "what the configuration names is engine.config.optimizer.type",
+    "register_comm_hook": "communication_data_type in the configuration is what gradients are sent in",
     "reload_states": _OFFLOAD,
     "scale": "gradients come by engine.backward(loss), which scales the loss",
     "set_train_micro_batch_size": "the configuration sets it. Forwards may have any number of samples",
     "set_requires_gradient_sync": "gradient_accumulation_steps in the configuration says how many micro-batches make an update",
     "set_lr": 'set group["lr"] of engine.optimizer.param_groups',
+    "summon_full_params": _GATHERED,
     "tput_timer": "nothing counts samples per second. Drop the call",
     "train_batch": _PIPELINE,
-    "unshard": "zero.GatheredParameters(parameters) makes them whole",
+    "unshard": _GATHERED,
     "zero_gather_16bit_weights_on_model_save": _WHOLE,
 }
