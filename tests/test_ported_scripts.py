@@ -384,6 +384,47 @@ def test_timms_moving_average_reads_the_engines_module(stage):
     run_ranks(2, average_case, stage)
 
 
+class OwnExpert(nn.Module):
+    """Computes with a layer that each rank has for itself, in a list, so that the model does not have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.own = nn.Linear(4, 4), [nn.Linear(4, 4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own[0](torch.tanh(self.shared(x)))
+
+
+def own_expert_case(stage: int) -> None:
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(4, 4), OwnExpert(), nn.Linear(4, 2))
+    experts = [nn.Linear(4, 4) for _ in range(2)]
+    model, own = copy.deepcopy(plain), copy.deepcopy(experts[dist.get_rank()])
+    model[1].own = [own]
+    sgd, *theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, own, plain, *experts))
+    config = {**CONFIG, "gradient_clipping": 0, "zero_optimization": {"stage": stage}}
+    engine = megazero.initialize(model=model, optimizer=sgd, config=config)[0]
+    for _ in range(3):
+        batches = torch.randn(2, 3, 4)
+        for batch, expert in zip(batches, experts, strict=True):
+            plain[1].own = [expert]
+            plain(batch).square().mean().backward()
+        for p in plain.parameters():
+            p.grad /= 2
+        engine.backward(engine(batches[dist.get_rank()]).square().mean())
+        engine.step()
+        for each in theirs:
+            each.step()
+            each.zero_grad()
+    torch.testing.assert_close(engine.module_state_dict(), dict(plain.state_dict()))
+    torch.testing.assert_close(own.state_dict(), experts[dist.get_rank()].state_dict())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_layer_that_each_rank_has_for_itself_trains_outside_of_the_model(stage):
+    run_ranks(2, own_expert_case, stage)
+
+
 class Twice(nn.Module):
     """Units between parameters of the root; it returns what lies between, too."""
 
