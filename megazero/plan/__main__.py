@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megazero.arguments import COMPONENTS, build, config_of, make_parser, parse
 from megazero.config import Config
-from megazero.logging import until_reader_leaves
+from megazero.logging import prepare_output, until_reader_leaves
 from megazero.option import check_options, option
 from megazero.plan.job_plan import Setup, plan_job
 from megazero.plan.limits import Limits
@@ -88,6 +88,7 @@ def load(argv: Sequence[str]) -> tuple[Config, Machine]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the plan."""
+    prepare_output()
     config, machine = load(sys.argv[1:] if argv is None else argv)
     limits = machine.limits
     plan = plan_job(Setup.of(config, machine.gpus, machine.ranks_per_node or 8, machine.device))

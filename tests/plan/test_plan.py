@@ -389,6 +389,12 @@ def test_a_reader_that_goes_away_is_no_error():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_the_status_is_right_where_nobody_reads_what_is_said():
+    command = ["bash", "-c", 'exec "$@" >&-', "bash", sys.executable, "-m", "megazero.plan", *FLAGS]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_command_prints_tables(capsys):
     main([*FLAGS, "--zero-stage", "1", "--gpu-memory", "32GB", "--host-memory", "256GiB"])
     text = capsys.readouterr().out
