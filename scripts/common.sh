@@ -10,6 +10,7 @@
 
 set -euo pipefail
 REPO=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+{ : 3>&1; } 2>/dev/null || exec >/dev/null  # a daemon may start a script without an output (`>&-`), as it may a job
 export PYTHONPATH=$REPO${PYTHONPATH:+:$PYTHONPATH}  # as if megazero were installed
 export PYTHONSAFEPATH=1  # a random.py where the user stands is not Python's (3.11 on)
 

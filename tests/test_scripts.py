@@ -426,6 +426,18 @@ def test_flags_are_checked_before_any_rank_starts(corpus, tmp_path):
     )
 
 
+def test_a_script_without_standard_output_checks_and_starts_its_job(corpus, tmp_path):
+    job = "exec bash scripts/pretrain_gpt2_zero2.sh >&-"
+    done = subprocess.run(
+        ["bash", "-c", job],
+        cwd=ROOT,
+        env={**os.environ, **TINY, **corpus, "SAVE": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "latest").read_text() == "global_step4"
+
+
 def test_taken_port_is_one_clear_line(corpus, tmp_path):
     with socket.socket() as taken:
         taken.bind(("", 0))
