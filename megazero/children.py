@@ -1,4 +1,4 @@
-"""Child processes: which a process has (a launcher's are its ranks), by which signals they end, and that they end with it."""
+"""Child processes: which a process has (a launcher's are its ranks), by which signals they end, with what status, and with it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def end_with_parent(number: signal.Signals) -> None:
     pr_set_pdeathsig = 1
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
+
+
+def keep_exit_statuses() -> None:
+    """Handles SIGCHLD by default, though a daemon may hand down that it is ignored: every child would count as a success."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def children(pid: int) -> list[int]:

@@ -18,7 +18,7 @@ from functools import partial
 from tempfile import TemporaryDirectory
 from types import FrameType
 
-from megazero.children import children, end_with_parent
+from megazero.children import children, end_with_parent, keep_exit_statuses
 
 
 def end_with_launcher() -> None:
@@ -35,6 +35,7 @@ if __name__ == "__main__":
     # The default action, until torchrun has ranks, which it ends itself: otherwise imports would print a traceback, and C++ code
     # that waits would not react.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    keep_exit_statuses()
     end_with_launcher()  # before the imports below, which take seconds
 
 # While a meeting point does not answer, torch would print a stack of C++ frames at every attempt. It reads this variable once, at

@@ -550,6 +550,28 @@ while True:
     assert output == "saved\n" * 2 and not pid_file.exists()
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["runner", "--num_gpus", "1", "--no_python", "--no_local_rank"],
+        ["runner", "--num_gpus", "1", "--no_python", "--no_local_rank", "--force_multi"],
+        ["runner.agent"],
+        ["launch", "--standalone", "--no-python"],
+    ],
+    ids=["one node", "nodes", "agent", "torchrun"],
+)
+def test_a_failure_is_seen_where_a_daemon_that_ignores_the_end_of_its_children_started_the_job(folder, command):
+    module, *options = command
+    (program := folder / "fails").write_text("#!/bin/sh\nexit 3\n")
+    program.chmod(0o755)
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    job = [sys.executable, "-m", f"megazero.{module}", *options, str(program)]
+    start = [sys.executable, "-c", ignoring, *job]
+    assert subprocess.run(start, cwd=folder).returncode == 3
+
+
 @pytest.mark.parametrize("under_nohup", [False, True])
 def test_a_terminal_that_is_closed_stops_the_ranks_unless_nohup_has_started_the_job(folder, under_nohup):
     script = f"""

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from megazero.children import keep_exit_statuses
 from megazero.logging import counted, some
 from megazero.runner import environment
 from megazero.runner.arguments import HOSTFILE, parse
@@ -42,6 +43,7 @@ CPU_RANKS = 2  # on a machine without a GPU, unless --num_gpus (NPROC for script
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The job's exit status: 0, that of the rank that failed first (128 + N for signal N), or 2 after a wrong command line."""
+    keep_exit_statuses()
     try:
         options, program = parse(sys.argv[1:] if argv is None else argv)
         logging.basicConfig(format="megazero: %(message)s", level=options.log_level.upper())

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 
+from megazero.children import keep_exit_statuses
 from megazero.runner.processes import Node
 
 
@@ -19,6 +20,7 @@ def obey(node: Node) -> None:
 
 def main() -> None:
     """Exits with the command's status."""
+    keep_exit_statuses()
     obeys = sys.argv[1] == "--obey-stdin"
     node = Node(sys.argv[1 + obeys :], stdin=subprocess.DEVNULL if obeys else None)
     if obeys:
