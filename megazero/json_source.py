@@ -59,7 +59,7 @@ def read_source(source: Mapping[str, Any] | str | os.PathLike) -> dict[str, Any]
 def _as_json(value: Any) -> Any:
     """A new copy of `value` in the types that a file would give: of other mappings, sequences, paths, and numpy's numbers."""
     if isinstance(value, Mapping):
-        return {name if isinstance(name, str) else str(name): _as_json(item) for name, item in value.items()}
+        return {str(name): _as_json(item) for name, item in value.items()}
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):  # numpy's scalars and arrays, and tensors
