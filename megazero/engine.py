@@ -171,7 +171,7 @@ class Engine:
             leave(self.buckets)
             raise
         self.optimizer = None if optimizer_factory is None else self._optimizer
-        self._optimizer.refuse_other_steps()
+        self._optimizer.refuse_other_uses()
         for bucket in self.buckets:
             bucket.optimizer = self._optimizer
         self.schedule = Schedule(model, units, self.buckets, self.zero)

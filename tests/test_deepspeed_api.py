@@ -447,6 +447,29 @@ def test_mistakes_are_named_before_anything_is_built(one_rank):
         deepspeed.initialize(model=model, optimizer=used, config={"train_batch_size": 1})
 
 
+def saved_by_the_first(stage: int, folder) -> None:
+    model = make_model()
+    own = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=own, config={"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+    )
+    train(engine)
+    instead = r"each rank its own.* engine\.load_checkpoint\(directory\) on every rank"
+    with pytest.raises(RuntimeError, match=instead):
+        own.state_dict()
+    with pytest.raises(RuntimeError, match=instead):  # the first rank's, on the others too
+        own.load_state_dict({"state": {}, "param_groups": own.param_groups})
+    engine.save_checkpoint(str(folder))
+    engine.load_checkpoint(str(folder))
+    engine.destroy()
+    own.load_state_dict(own.state_dict())  # the caller's again
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_states_of_the_optimizer_itself_which_are_one_ranks_part_are_refused(stage, tmp_path):
+    run_ranks(2, saved_by_the_first, stage, tmp_path)
+
+
 class Both(torch.optim.Optimizer):
     """Several optimizers in one, which shares their parameter groups, or also their state, or neither."""
 

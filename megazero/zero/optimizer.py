@@ -295,7 +295,7 @@ class BucketOptimizer(SlicedOptimizer):
         Several calls of its step() then equal one: it does not count calls, and no hook of its own observes them (torch's global
         ones, of all optimizers, see every call).
         """
-        torchs, own = self.torch_optimizer, {self._refusal.id} if self._refusal is not None else set()
+        torchs, own = self.torch_optimizer, {refusal.id for refusal in self._refusals}
         is_watched = bool({*torchs._optimizer_step_pre_hooks, *torchs._optimizer_step_post_hooks} - own)
         return type(self.torch_optimizer) in ELEMENTWISE and not is_watched
 

@@ -72,7 +72,7 @@ class SlicedOptimizer:
             [{**settings, "params": self._masters(index)} for index, settings in enumerate(group_settings)]
         )
         self._steps_slices = False  # step_slices() is under way
-        self._refusal: RemovableHandle | None = None
+        self._refusals: list[RemovableHandle] = []
         self._counts_in_group = type(self.torch_optimizer).__module__.startswith("apex")
         self._counts_in_tensors = isinstance(self.torch_optimizer, TORCH_ELEMENTWISE)
         states = list(self.state.values())  # Adagrad makes its state when it is built, and none for later parameters
@@ -108,9 +108,14 @@ class SlicedOptimizer:
             for name in attributes:
                 delattr(self.torch_optimizer, name)
 
-    def refuse_other_steps(self) -> None:
-        """Makes the user's calls of the torch optimizer's step() an error, until `let_go`."""
-        self._refusal = self.torch_optimizer.register_step_pre_hook(_refuse_unless_stepped_by(ref(self)))
+    def refuse_other_uses(self) -> None:
+        """Makes the user's calls of the torch optimizer's step(), state_dict() and load_state_dict() errors, until `let_go`."""
+        torchs, states = self.torch_optimizer, _refuse_states_of(ref(self))
+        self._refusals = [
+            torchs.register_step_pre_hook(_refuse_unless_stepped_by(ref(self))),
+            torchs.register_state_dict_pre_hook(states),
+            torchs.register_load_state_dict_pre_hook(states),
+        ]
         # torch's schedules do not see updates that are made of tiles, and would warn that they step before the optimizer.
         vars(self.torch_optimizer).update(_opt_called=True)
 
@@ -130,8 +135,8 @@ class SlicedOptimizer:
 
     def let_go(self) -> None:
         """Returns the torch optimizer to its owner, with the model's parameters in place of the slices, and without state."""
-        if self._refusal is not None:
-            self._refusal.remove()
+        for refusal in self._refusals:
+            refusal.remove()
         slices = {id(piece.master) for piece in self.slices}
         for index, group in enumerate(self.param_groups):
             mine = [b.parameters[s.name] for b in self.buckets for s in b.layout.segments if s.group == index]
@@ -376,6 +381,19 @@ def _refuse_unless_stepped_by(owner: ref[SlicedOptimizer]) -> Callable:
             raise RuntimeError(
                 "optimizer.step(): it was given to an engine, which has the gradients, so that it would train nothing. "
                 "Call engine.step() after every engine.backward(loss)."
+            )
+
+    return refuse
+
+
+def _refuse_states_of(owner: ref[SlicedOptimizer]) -> Callable:
+    """A hook for the user's own optimizer, whose state is this rank's, and on another rank would pass for that one's."""
+
+    def refuse(*_: Any) -> None:
+        if owner() is not None:
+            raise RuntimeError(
+                "optimizer.state_dict() and load_state_dict(): it was given to an engine, which keeps its state in flat ranges, "
+                "each rank its own. Call engine.save_checkpoint(directory) and engine.load_checkpoint(directory) on every rank."
             )
 
     return refuse
