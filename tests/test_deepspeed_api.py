@@ -447,6 +447,19 @@ def test_mistakes_are_named_before_anything_is_built(one_rank):
         deepspeed.initialize(model=model, optimizer=used, config={"train_batch_size": 1})
 
 
+@pytest.mark.parametrize("home", ["none", "nvme"])
+def test_an_optimizer_whose_states_were_looked_up_has_made_no_steps(one_rank, home, tmp_path):
+    model = make_model()
+    own = torch.optim.AdamW(model.parameters(), lr=0.1)
+    assert not any(own.state[p] for p in model.parameters())  # as schedule-free optimizers do before their first step
+    away = {"stage": 2, "offload_optimizer": {"device": home, "nvme_path": str(tmp_path)}}
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=own, config={"train_batch_size": 2, "zero_optimization": away}
+    )
+    train(engine)
+    assert engine.optimizer.torch_optimizer is own
+
+
 def saved_by_the_first(stage: int, folder) -> None:
     model = make_model()
     own = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -81,16 +81,18 @@ def _adopted(optimizer: torch.optim.Optimizer, config: JsonConfig) -> tuple[Opti
                 f"knows only those of {name}: the other would step nothing, or its state would be in no checkpoint. Use one "
                 "optimizer with a parameter group for each part of the model, or let both have the same param_groups and state."
             )
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+    states = [state for state in optimizer.state.values() if state]  # to look one up makes an empty one
+    if any(float(state.get("step", 1)) > 0 for state in states):
         raise DeepSpeedConfigError(
             f"{name} has made steps already, and its state cannot be taken over. Pass a new one."
         )
     groups = [dict(group) for group in optimizer.param_groups]
-    if optimizer.state:  # Adagrad makes its state in its constructor, so construct it on the slices
+    if states:  # Adagrad makes its state in its constructor, so construct it on the slices
         defaults = {key: value for key, value in optimizer.defaults.items() if key not in _IMPLEMENTATION}
         return lambda new: type(optimizer)(new, **defaults), groups
 
     def adopt(slices: Iterable[Any]) -> torch.optim.Optimizer:
+        optimizer.state.clear()  # of empty ones
         for mine, new in zip(optimizer.param_groups, slices, strict=True):
             mine["params"] = new["params"]
         return optimizer
