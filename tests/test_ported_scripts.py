@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import megazero
 from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.mpu import declare_cuts, parallel_groups
+from megazero.utils import safe_get_full_grad
 from tests.ranks import run_ranks
 from tests.zero.models import full_grad
 
@@ -662,3 +663,37 @@ def adapters_case(folder) -> None:
 def test_adapters_are_added_saved_and_loaded_as_the_documents_say(tmp_path):
     pytest.importorskip("peft")
     run_ranks(2, adapters_case, tmp_path)
+
+
+def sharpness_case(stage: int) -> None:
+    plain, step, engine = plain_and_engine(stage)
+    parameters, mine = list(plain.parameters()), list(engine.module.parameters())
+    for _ in range(3):
+        batch = torch.randn(4 * dist.get_world_size(), 5)
+        part = batch.chunk(dist.get_world_size())[dist.get_rank()]
+        moves = torch.autograd.grad(plain(batch).square().mean(), parameters)
+        before = [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            torch._foreach_add_(parameters, moves, alpha=0.3)
+        step.zero_grad()
+        plain(batch).square().mean().backward()
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, before)
+        step.step()
+
+        engine.backward(engine(part).square().mean())
+        moves = [safe_get_full_grad(p) for p in mine]
+        engine.zero_grad()
+        with torch.no_grad(), megazero.zero.GatheredParameters(mine, modifier_rank=0):
+            before = [p.clone() for p in mine]
+            torch._foreach_add_(mine, moves, alpha=0.3)
+        engine.backward(engine(part).square().mean())
+        with torch.no_grad(), megazero.zero.GatheredParameters(mine, modifier_rank=0):
+            torch._foreach_copy_(mine, before)
+        engine.step()
+    torch.testing.assert_close(engine.module_state_dict(), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_gradient_at_other_weights_than_those_that_it_updates_trains_as_in_plain_torch(stage):
+    run_ranks(2, sharpness_case, stage)
