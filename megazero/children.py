@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -13,11 +14,13 @@ PROC = Path("/proc")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def end_with_parent(number: signal.Signals) -> None:
-    """Makes the kernel (Linux) send this process a signal when the one that started it ends, however that happens."""
+def end_with_parent(number: signal.Signals, parent: int | None) -> None:
+    """Makes the kernel (Linux) send this process a signal when `parent`, which started it, ends, however that happens."""
     pr_set_pdeathsig = 1
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
+        if os.getppid() != parent:  # it has ended before
+            os.kill(os.getpid(), number)
 
 
 def keep_exit_statuses() -> None:

@@ -112,7 +112,7 @@ def _outlive_sigterm(_: int) -> None:
     rank = parent_process()
     if rank is None or not hasattr(signal, "sigwaitinfo"):  # macOS
         return
-    end_with_parent(signal.SIGKILL)
+    end_with_parent(signal.SIGKILL, rank.pid)
 
     def wait() -> None:
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:

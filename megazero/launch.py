@@ -18,25 +18,13 @@ from functools import partial
 from tempfile import TemporaryDirectory
 from types import FrameType
 
-from megazero.children import children, end_with_parent, keep_exit_statuses
-
-
-def end_with_launcher() -> None:
-    """Makes this process get SIGTERM when the launcher that started it ends, even if by SIGKILL.
-
-    The launcher's process id is in MEGAZERO_LAUNCHER. A shell in which somebody typed the command is not a launcher: under nohup,
-    a job outlives its shell.
-    """
-    if os.environ.get("MEGAZERO_LAUNCHER") == str(os.getppid()):
-        end_with_parent(signal.SIGTERM)
-
+from megazero.children import children, keep_exit_statuses
 
 if __name__ == "__main__":
     # The default action, until torchrun has ranks, which it ends itself: otherwise imports would print a traceback, and C++ code
     # that waits would not react.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     keep_exit_statuses()
-    end_with_launcher()  # before the imports below, which take seconds
 
 # While a meeting point does not answer, torch would print a stack of C++ frames at every attempt. It reads this variable once, at
 # import; the ranks must not inherit it.

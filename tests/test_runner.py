@@ -576,7 +576,8 @@ def test_a_failure_is_seen_where_a_daemon_that_ignores_the_end_of_its_children_s
 def test_a_terminal_that_is_closed_stops_the_ranks_unless_nohup_has_started_the_job(folder, under_nohup):
     script = f"""
 import os, signal, time
-os.kill(int(os.environ["MEGAZERO_LAUNCHER"]), signal.SIGHUP)
+launcher = open(f"/proc/{{os.getppid()}}/stat").read().rpartition(")")[2].split()[1]
+os.kill(int(launcher), signal.SIGHUP)
 time.sleep({1 if under_nohup else 60})
 os.write(1, b"went on\\n")
 """
@@ -616,6 +617,15 @@ def test_torchrun_ends_with_a_launcher_that_is_killed_while_torch_is_imported(fo
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
     agent = [sys.executable, "-m", "megazero.runner.agent", sys.executable, "-m", "megazero.launch", "script.py"]
+    process = subprocess.Popen(agent, cwd=folder, stdout=subprocess.PIPE, text=True)
+    torchrun = int(process.stdout.readline())
+    process.kill()
+    assert ends_within(30, torchrun)
+    process.communicate()
+
+
+def test_torchrun_ends_with_a_launcher_that_is_killed_before_its_python_runs(folder):
+    agent = [sys.executable, "-m", "megazero.runner.agent", "sh", "-c", "echo $$; exec sleep 100"]
     process = subprocess.Popen(agent, cwd=folder, stdout=subprocess.PIPE, text=True)
     torchrun = int(process.stdout.readline())
     process.kill()

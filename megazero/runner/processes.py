@@ -23,8 +23,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
-from megazero.children import STOP_SIGNALS, children
+from megazero.children import STOP_SIGNALS, children, end_with_parent
 from megazero.files import allow_many_files
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,10 @@ class Node:
     """torchrun on this machine, in a session of its own."""
 
     def __init__(self, command: Sequence[str], stdin: int | None = None) -> None:
-        known = {**os.environ, "MEGAZERO_LAUNCHER": str(os.getpid())}  # megazero.launch ends with this process
-        self.process = subprocess.Popen(command, stdin=stdin, start_new_session=True, env=known)
+        # It ends with this process, also while its Python starts. A shell in which somebody typed the command is another matter:
+        # under nohup, torchrun outlives it.
+        ends = partial(end_with_parent, signal.SIGTERM, os.getpid())
+        self.process = subprocess.Popen(command, stdin=stdin, start_new_session=True, preexec_fn=ends)
         self._is_stopping = False
 
     def stop(self) -> None:
