@@ -589,7 +589,8 @@ class Engine:
         """Waits until no save is running in the background.
 
         Raises:
-            OSError, RuntimeError: the background save failed.
+            OSError: the background save failed.
+            RuntimeError: a rank was lost in it.
         """
         self.saver.wait()
 

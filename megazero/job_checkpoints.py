@@ -241,10 +241,14 @@ def _refuse_other_model(job: Job, path: Path, client: dict[str, Any]) -> None:
 
 
 def has_failed_to_save(job: Job) -> bool:
-    """Whether the save in the background, which is waited for, has failed; the log has told why, which may be over by now."""
+    """Whether the save in the background, which is waited for, has failed; the log has told why, which may be over by now.
+
+    Raises:
+        RuntimeError: a rank was lost in it.
+    """
     try:
         job.engine.wait_for_checkpoint()
-    except (OSError, RuntimeError):
+    except OSError:
         logger.warning("the save before has failed: training waits for this one", extra=ALIKE)
         return True
     return False

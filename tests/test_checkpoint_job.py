@@ -93,6 +93,33 @@ def test_the_last_save_is_made_again_if_it_failed_in_the_background(corpus, whol
     assert files(tmp_path) == files(whole)
 
 
+KILLED = """
+import os, runpy
+from megazero import entry
+from megazero.checkpoint import saver
+
+write, entry.WAIT_S = saver.write_rank_file, 0.0
+
+def write_or_die(aside, rank, snapshot):
+    if rank == 1 and ".global_step12." in str(aside):
+        os.kill(os.getpid(), 9)
+    return write(aside, rank, snapshot)
+
+saver.write_rank_file = write_or_die
+runpy.run_path("pretrain_gpt2.py", run_name="__main__")
+"""
+
+
+def test_a_rank_that_is_killed_in_the_last_save_is_not_waited_for_by_one_more(corpus, tmp_path):
+    (tmp_path / "job.py").write_text(KILLED)
+    save = tmp_path / "save"
+    flags = [*FLAGS, *corpus, "--zero-stage", "2", "--async-save", "--save", str(save)]
+    done = run_script(2, str(tmp_path / "job.py"), flags)
+    assert done.returncode == -9 and "training waits for this one" not in done.stdout, done.stdout
+    assert "error: lost the connection to a rank at 127.0.0.1" in done.stdout, done.stdout
+    assert (save / "latest").read_text() == "global_step8"
+
+
 @pytest.mark.parametrize("load", [[], ["--load", "elsewhere"], ["--load", "{save}", "--finetune"]])
 def test_a_run_that_does_not_continue_what_save_holds_is_refused_and_replaces_nothing(corpus, whole, load):
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}

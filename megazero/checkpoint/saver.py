@@ -183,7 +183,9 @@ class Saver:
         except BaseException as error:
             del snapshot
             _forget_frames(error)  # which refer to it, too
-            kind = OSError if isinstance(error, (OSError, comm.OtherRankError)) else RuntimeError
+            # Without a lost rank, there may be a next save, on all ranks.
+            has_lost_rank = isinstance(error, RuntimeError) and not isinstance(error, comm.OtherRankError)
+            kind = RuntimeError if has_lost_rank else OSError
             self._error = kind(f"the checkpoint {path} was not saved: {type(error).__name__}: {error}")
             self._error.__cause__ = error
             if torch.distributed.get_rank() == 0:  # where the other ranks' errors arrive, too
