@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megazero.files import write_whole, written_aside
+from megazero.files import remove_asides, write_whole, written_aside
 from megazero.wandb_log import WandbLog
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ class MetricsWriter:
         self._logs: dict[str, Callable[[int, dict[str, float], str], None]] = {}  # by place: what records there
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            remove_asides(self.path)
             earlier = _read(self.path) if start_iteration else []
             self._lines = {(x["iteration"], x["section"]): x for x in earlier if x["iteration"] <= start_iteration}
             write_whole(self.path, "".join(map(_as_json, self.lines)).encode())
@@ -196,6 +197,7 @@ def plot_losses(lines: Iterable[dict[str, Any]], path: Path) -> bool:
     if axes.lines:
         axes.legend()
     try:
+        remove_asides(path)
         with written_aside(path) as file:
             figure.savefig(file, format="png")
     except OSError as error:

@@ -1300,6 +1300,15 @@ def test_a_run_that_starts_again_drops_the_points_of_the_one_that_was_lost(tmp_p
     assert [(point.step, point.value) for point in points] == [(1, 7.0), (2, 5.0)]
 
 
+def test_what_a_run_that_was_killed_has_left_aside_goes_when_the_next_one_writes(tmp_path):
+    names = [f"{name}.tmp0123abcd" for name in ("metrics.jsonl", "loss.png", "notes.txt")]
+    for name in names:
+        (tmp_path / name).touch()
+    metrics = MetricsWriter(str(tmp_path), None, 0)
+    assert plot_losses(metrics.lines, tmp_path / "loss.png")
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "loss.png", names[2]}
+
+
 def test_an_evaluation_that_is_repeated_replaces_its_line(tmp_path):
     for start in (0, 2):
         metrics = MetricsWriter(str(tmp_path), None, start)
