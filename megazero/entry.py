@@ -99,7 +99,9 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
             work(check(world_size))
             leave_distributed()
         else:
-            os.write(int(descriptor), str(_checked_ranks(check)).encode())
+            ranks = str(_checked_ranks(check))
+            with suppress(BrokenPipeError):  # the script that asked has been ended
+                os.write(int(descriptor), ranks.encode())
     except USER_ERRORS as error:
         _exit(error, rank, waits=is_later)
     except RuntimeError as error:

@@ -438,6 +438,18 @@ def test_a_script_without_standard_output_checks_and_starts_its_job(corpus, tmp_
     assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "latest").read_text() == "global_step4"
 
 
+def test_a_check_says_nothing_if_the_script_that_asked_has_been_ended():
+    end, descriptor = os.pipe()
+    os.close(end)
+    check = "from megazero.entry import run_script; run_script(lambda ranks: None, None)"
+    asked = {**os.environ, "MEGAZERO_CHECK": str(descriptor)}
+    done = subprocess.run(
+        [sys.executable, "-c", check], cwd=ROOT, env=asked, pass_fds=[descriptor], capture_output=True
+    )
+    os.close(descriptor)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
 def test_taken_port_is_one_clear_line(corpus, tmp_path):
     with socket.socket() as taken:
         taken.bind(("", 0))
