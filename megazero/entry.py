@@ -42,6 +42,7 @@ LOST_RANK = (
     "Connection reset by peer",
     "remote process exited",
     "Did the remote server shutdown or crash?",
+    "Broken pipe",
 )
 
 # The address of the rank that gloo has lost, for any reason that the kernel has; on another host if nothing else reports its end.
@@ -123,6 +124,8 @@ def _explained(error: RuntimeError) -> tuple[str | None, bool]:
         )
         return f"{what}. {why}. {ways}", True
     if any(part in text for part in LOST_RANK):
+        if isinstance(error, torch.distributed.DistNetworkError):
+            text = f"lost the process where the ranks meet, torchrun or the first rank, in {_our_calls(error)}: {text}"
         return text, True
     if match := UNCONNECTED.search(text):
         what = f"no connection to another rank over gloo ({match[1].rstrip('.')})"

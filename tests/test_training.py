@@ -709,6 +709,38 @@ def test_ranks_that_miss_torchrun_in_a_save_say_that_it_was_killed(corpus, tmp_p
     assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
 
 
+KILLS_TORCHRUN_EARLY = """
+import os
+import signal
+import time
+import pretrain_gpt2
+from megazero import entry
+from megazero.training import pretrain
+
+launcher, entry.WAIT_S = os.getppid(), 0.0
+
+def make_model(*arguments):
+    if os.environ["RANK"] == "0":
+        os.kill(launcher, signal.SIGKILL)
+    while os.getppid() == launcher:
+        time.sleep(0.1)
+    time.sleep(0.5)  # the store's end has arrived
+    return pretrain_gpt2.make_model(*arguments)
+
+entry.run_script(pretrain_gpt2.check, lambda checked: pretrain(*checked, make_model, pretrain_gpt2.forward_step))
+"""
+
+
+def test_ranks_that_miss_torchrun_before_they_train_say_so_in_one_line(corpus, tmp_path):
+    script = tmp_path / "kills_torchrun.py"
+    script.write_text(KILLS_TORCHRUN_EARLY)
+    process = start_job(flags(corpus, tmp_path / "saved", 100), 2, str(script), PYTHONPATH=str(ROOT))
+    output, _ = process.communicate(timeout=60)  # returns when the ranks have closed it
+    errors = [line for line in output.splitlines() if line.startswith("error")]
+    assert len(errors) == 2 and "Traceback" not in output, output
+    assert all(re.search(r"^error( \(rank 1\))?: lost the process where the ranks meet, tor", line) for line in errors)
+
+
 def test_ranks_whose_script_was_killed_save_and_end(corpus, tmp_path):
     process = start_job(flags(corpus, tmp_path, 100_000), 2)
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
