@@ -449,7 +449,7 @@ class PretendedCuda(Held):
         """Starts one of NCCL's."""
         assert all(tensor.device == ACCELERATOR for tensor in (*reads, *writes)), "NCCL takes no memory of the host's"
         group = group or dist.group.WORLD
-        self.issued.append((tuple(dist.get_process_group_ranks(group)), name, writes[0].numel()))
+        self._note(group, name, writes[0].numel())
         stream = self.current_stream()
         if is_async:
             label = f"NCCL of ranks {dist.get_process_group_ranks(group)} ({group.group_name})"
@@ -477,6 +477,17 @@ class PretendedCuda(Held):
     def _reduce_scatter(self, out: Tensor, x: Tensor, group: Any = None, async_op: bool = False) -> Any:
         # In place NCCL may use all of it, and what the other ranks have summed is undefined.
         return self.collective(group, "reduce_scatter", *(([], [x]) if _is_within(out, x) else ([x], [out])), async_op)
+
+    def gathered_objects(self, value: Any, group: Any = None) -> list[Any]:
+        self._note(group, "objects", 0)
+        return super().gathered_objects(value, group)
+
+    def largest_of_each(self, values: Any, group: Any = None) -> list[int]:
+        self._note(group, "largest_of_each", len(values))
+        return super().largest_of_each(values, group)
+
+    def _note(self, group: Any, name: str, numel: int) -> None:
+        self.issued.append((tuple(dist.get_process_group_ranks(group or dist.group.WORLD)), name, numel))
 
     # ---- in place of torch's
 

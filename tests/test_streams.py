@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from itertools import repeat
@@ -415,6 +416,46 @@ def test_all_ranks_issue_the_same_collectives_in_one_order(stage):
     assert len({ranks for ranks, _, _ in issued[0]}) >= 4, (
         "within a set, across the sets, of split layers, and the world"
     )
+
+
+def waited_for(issued: list[list[tuple[tuple[int, ...], str, int]]]) -> list[tuple[tuple[int, ...], str, int]]:
+    """What the ranks wait for in the end, each collective for those before it on every rank of it; [] if all of them run."""
+    left = [deque(each) for each in issued]
+    while heads := [queue[0] for queue in left if queue]:
+        ready = next((one for one in heads if all(left[rank] and left[rank][0] == one for rank in one[0])), None)
+        if ready is None:
+            return heads
+        for rank in ready[0]:
+            left[rank].popleft()
+    return []
+
+
+def test_what_ranks_would_wait_for_is_found():
+    first, second, third = (((0, 1), "all_reduce", 1), ((1, 2), "all_reduce", 1), ((0, 2), "all_reduce", 1))
+    assert waited_for([[first, third], [first, second], [third, second]]) == []
+    assert waited_for([[first, third], [second, first], [third, second]]) == [first, second, third], "a circle"
+    assert waited_for([[first, first], [first], []]) == [first], "one too many"
+
+
+def steps_and_saves(job: Job) -> None:
+    step(job)
+    evaluate(job)
+    save(job, in_background=True)
+    step(job)
+    job.engine.module_state_dict()
+    save(job, in_background=False)
+    step(job)
+    job.engine.destroy()
+
+
+TOGETHER = ["muon", "sequence-parallel", "sets of ranks, all sharded", "activations in parts"]
+
+
+@pytest.mark.parametrize("case", [TOGETHER[0], *(pytest.param(case, marks=pytest.mark.slow) for case in TOGETHER[1:])])
+def test_no_rank_waits_for_ever_whatever_communicators_it_is_in(case):
+    flags, ranks = {**CASES, **MORE}[case]
+    issued = [run(flags, ranks, rank=rank, does=steps_and_saves).issued for rank in range(ranks)]
+    assert len({of for each in issued for of, _, _ in each}) >= 3 and waited_for(issued) == []
 
 
 def weighed_steps(job: Job) -> None:

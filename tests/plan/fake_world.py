@@ -75,6 +75,14 @@ class Held(LiveBytes):
     def adam(self, settings: Any, operands: Any, step: float, scale: float = 1.0) -> None:
         """The pass of Numba's kernel over memory, which makes none."""
 
+    def gathered_objects(self, value: Any, group: Any = None) -> list[Any]:
+        """`comm.all_gathered_objects`: all ranks have the same."""
+        return [value] * dist.get_world_size(group)
+
+    def largest_of_each(self, values: Any, group: Any = None) -> list[int]:
+        """`comm.largest_of_each`: all ranks have the same."""
+        return list(values)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = list(tensors_in(args))
         if host_waits(func, tensors, args, kwargs or {}):
@@ -241,10 +249,8 @@ def fake_world(
         patch.setattr(background, "threading", SimpleNamespace(Thread=held.thread))
         patch.setattr(background, "queue", SimpleNamespace(SimpleQueue=held.queue))
         for module in (comm, sys.modules["megazero.comm.world"]):
-            patch.setattr(
-                module, "all_gathered_objects", lambda value, group=None: [value] * dist.get_world_size(group)
-            )
-            patch.setattr(module, "largest_of_each", lambda values, group=None: list(values))
+            patch.setattr(module, "all_gathered_objects", held.gathered_objects)
+            patch.setattr(module, "largest_of_each", held.largest_of_each)
         channel = comm.Channel
         patch.setattr(channel, "compare_first", lambda _: None)  # there is nobody to compare with
 
