@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megazero import mpu
+from megazero import comm, mpu
 from megazero.mpu.random import RngState, RngTracker
 from tests.ranks import run_ranks
 
@@ -40,6 +40,36 @@ def seed_case():
 def test_default_stream_is_shared_and_forked_stream_is_per_model_parallel_rank():
     a, b, c, d = run_ranks(4, seed_case)
     assert a == c != b == d
+
+
+@pytest.fixture
+def generator_of_device(monkeypatch):
+    """This process computes on a CUDA device, whose generator this is."""
+    generator = torch.Generator()
+    monkeypatch.setattr(comm, "local_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", generator.get_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", generator.set_state)
+    monkeypatch.setattr(torch.cuda, "manual_seed", generator.manual_seed)
+    return generator
+
+
+def test_streams_of_a_device_are_those_of_its_generator_and_the_hosts_stays_where_it_is(generator_of_device):
+    def draw():
+        return torch.rand(3, generator=generator_of_device).tolist()
+
+    host, tracker = torch.get_rng_state(), mpu.get_cuda_rng_tracker()
+    outer, inner = stream(7, 2), stream(7 + 2718 + 1, 2)
+    mpu.model_parallel_cuda_manual_seed(7, model_parallel_rank=1)
+    with tracker.fork():
+        assert draw() == inner[0]
+    assert draw() == outer[0]
+    state = RngState.capture()
+    for _ in range(2):
+        with tracker.fork():
+            assert draw() == inner[1]
+        assert draw() == outer[1]
+        assert torch.equal(torch.get_rng_state(), host)
+        state.restore()
 
 
 @pytest.fixture
