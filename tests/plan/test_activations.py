@@ -60,6 +60,8 @@ def test_saved_bytes_are_the_planned_ones(one_rank, batch_size, dtype, dropout):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
 def test_saved_bytes_are_the_planned_ones_on_a_gpu(one_rank, dropout):
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("before Ampere no GPU has flash attention, and in bf16 attention then keeps all scores")
     for batch_size in (1, 4):
         config = replace(SMALL, hidden_size=256, max_position_embeddings=128, **dropout)
         model = GPT2Model(config, dtype=torch.bfloat16, device="cuda")
