@@ -122,6 +122,25 @@ def test_a_run_that_was_killed_and_resumed_equals_the_whole_run_bit_for_bit_with
     assert weights(cut) == weights(whole)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "extra",
+    [("--zero-stage", "1", "--fp16"), ("--zero-stage", "3", "--offload-optimizer", "cpu", "--async-save")],
+    ids=["fp16", "O in host memory"],
+)
+def test_a_job_on_a_gpu_that_goes_on_equals_the_whole_run_bit_for_bit_with_dropout(corpus, tmp_path, extra):
+    """Its random streams, batches and timers are CUDA's."""
+    extra = ("--attention-dropout", "0.2", "--hidden-dropout", "0.2", "--eval-iters", "2", *extra)
+    job = flags(corpus, tmp_path / "whole", 8, "--deterministic-mode", *extra)
+    assert (done := run_job(job, 1)).returncode == 0, done.stdout
+    for _ in range(2):
+        job = flags(corpus, tmp_path / "cut", 8, "--deterministic-mode", "--exit-interval", "4", *extra)
+        assert (done := run_job(job, 1)).returncode == 0, done.stdout
+    assert "continuing after iteration 4" in done.stdout
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+
+
 def weights(save: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in (save / "global_step80").glob("rank_*.safetensors")}
 

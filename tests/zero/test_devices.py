@@ -57,7 +57,9 @@ WAYS = {
     "new weights during the next forward": {"stage": 2, "overlap_param_gather": True},
     "sets of two ranks": {"stage": 3, "shard_size": 2},
     "nothing overlapped": {"stage": 3, "overlap_comm": False},
+    "on the host, during the next forward": {"stage": 2, "offload_optimizer": "cpu", "overlap_param_gather": True},
     "on a drive": {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"},
+    "placed by a plan": {"stage": 3, "placement": "auto"},
 }
 
 
