@@ -24,6 +24,10 @@ _UNGUARDED = (
     "a worker process died before its work began; its own message is above. Workers run the main script again: put what it does, "
     "and what starts them, under if __name__ == '__main__'."
 )
+_NEEDS = (
+    "They need files and processes within `ulimit` (-n, -u), and room for a socket in a folder of a short name (TMPDIR). With "
+    "--workers 1 there are none."
+)
 
 
 def ordered_map(function: Callable[[A], B], items: Iterable[A], workers: int) -> Generator[tuple[A, B], None, None]:
@@ -82,6 +86,8 @@ class _Pool:
                     process.start()
                 except (EOFError, ConnectionError) as gone:  # the server's, which runs the main script from 3.14 on
                     raise RuntimeError(_UNGUARDED) from gone
+                except OSError as error:  # Python names neither the limit nor the place
+                    raise OSError(f"worker processes cannot be started: {error.strerror or error}. {_NEEDS}") from error
                 there.close()  # the worker's copy is now the only one, so its death closes the pipe
                 self._processes.append(process)
                 self._idle.append(here)

@@ -183,6 +183,19 @@ def test_workers_end_when_the_run_is_killed(tmp_path):
     assert not left, "workers outlive the run"
 
 
+def test_workers_that_cannot_be_started_are_told_with_what_they_need(tmp_path):
+    script, temporary = tmp_path / "maps.py", tmp_path / ("x" * 100)
+    temporary.mkdir()  # newer versions of Python put the server's socket elsewhere then
+    script.write_text(
+        "from megazero.lines.workers import ordered_map\n"
+        "if __name__ == '__main__': print(list(ordered_map(abs, [1, 2], 2)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    said = "worker processes cannot be started: AF_UNIX path too long. They need files and processes within `ulimit`"
+    assert done.returncode == 0 or said in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_errors_of_the_input_and_of_the_machine_come_as_they_are(workers):
     with pytest.raises(FullDiskError, match="no room"):
