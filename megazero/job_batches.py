@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import parent_process
+from multiprocessing.connection import Listener
 from typing import Any
 
 import torch
@@ -91,6 +92,8 @@ class _Loader(DataLoader):
     """Forks its workers with SIGTERM blocked, in all of their threads: one that comes early waits for `_outlive_sigterm`."""
 
     def __iter__(self) -> Any:
+        if self.num_workers:
+            Listener().close()  # a worker that cannot open one to pass on its files would be waited for without end
         if not hasattr(signal, "sigwaitinfo"):  # macOS
             return super().__iter__()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

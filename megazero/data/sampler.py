@@ -86,8 +86,8 @@ def until_exhausted(loader: Iterable[T], name: str) -> Iterator[T]:
         OSError: processes that read ahead cannot be started, or find no room for what they read.
     """
     ways = (
-        "They need shared memory, /dev/shm (docker run --shm-size=1g), and files and processes within `ulimit` (-n, -u). "
-        "With --num-workers 0 the ranks read themselves."
+        "They need shared memory, /dev/shm (docker run --shm-size=1g), files and processes within `ulimit` (-n, -u), and room "
+        "for a socket in a folder of a short name (TMPDIR). With --num-workers 0 the ranks read themselves."
     )
     count = 0
     try:
