@@ -34,11 +34,13 @@ def clip_grad_norm(
         group: the model-parallel group by default.
 
     Raises:
-        ValueError: `norm_type` is not positive.
+        ValueError: `norm_type` is not positive, or `max_norm` negative or NaN.
     """
-    norm_type = float(norm_type)
+    max_norm, norm_type = float(max_norm), float(norm_type)
     if not norm_type > 0.0:
         raise ValueError(f"clip_grad_norm: norm_type={norm_type} must be positive (2, or inf for the largest value).")
+    if not max_norm >= 0.0:  # gradients would be multiplied with it
+        raise ValueError(f"clip_grad_norm: max_norm={max_norm} must be a norm, 0 or more.")
     group = group_or_default(group)
     all_parameters, is_sharded = _split(parameters)
     with_grad = [p for p in all_parameters if p.grad is not None]

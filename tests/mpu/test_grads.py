@@ -108,6 +108,9 @@ def special_case():
     assert_close(mpu.clip_grad_norm(tied, 1e9, group=group), math.sqrt(72), rtol=1e-6, atol=0)
     with pytest.raises(ValueError, match="norm_type=0.0 must be positive"):
         mpu.clip_grad_norm(model, 1.0, 0, group=group)
+    for bad in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=f"max_norm={bad} must be a norm"):
+            mpu.clip_grad_norm(model, bad, group=group)
 
 
 def sync_case():
