@@ -94,9 +94,12 @@ def select_units(model: nn.Module, wanted: Sequence[nn.Module | type[nn.Module]]
 
     Raises:
         ValueError: a named unit is not in the model, or lies inside another one.
+        TypeError: `wanted` is no list, but one module or class.
     """
     if wanted is None:
         return find_units(model)
+    if not isinstance(wanted, Iterable):
+        raise TypeError(f"zero_units is {wanted}. Give a list of modules or classes, such as zero_units=[Block].")
     classes = tuple(item for item in wanted if isinstance(item, type))
     modules = {item for item in wanted if not isinstance(item, type)}
     units = {m: name for name, m in model.named_modules() if isinstance(m, classes) or m in modules}

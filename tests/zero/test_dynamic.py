@@ -1079,6 +1079,8 @@ def test_units_can_be_given_and_wrong_ones_are_named(one_rank):
         make_engine(Toy(), 3, zero_units=[Block, nn.Linear])
     with pytest.raises(ValueError, match="names Conv1d"):
         make_engine(Toy(), 3, zero_units=[nn.Conv1d])
+    with pytest.raises(TypeError, match=r"zero_units is .*Linear.*such as zero_units=\[Block\]"):
+        make_engine(Toy(), 3, zero_units=nn.Linear)
 
 
 def test_units_are_found_in_lists_sequentials_and_large_leaves():
