@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from megazero.checkpoint.tags import latest_tag
+from megazero.checkpoint.tags import list_tags, tag_of
 from megazero.engine import Engine
 from megazero.job import Job
 from megazero.logging import counted, table
@@ -258,7 +258,8 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
         plot = Path(save) / "loss.png"
         if plot_losses(lines, plot):
             rows.append(("loss plot", str(plot)))
-        if tag := latest_tag(save):
+        # Not what `latest` names, if anything: --load-fallback may have taken another one.
+        if (tag := tag_of(job.iteration)) in list_tags(save):
             rows.append(("checkpoint", os.path.join(save, tag)))
             script = Path(__file__).parents[1] / "scripts" / "generate_text.sh"
             if script.exists() and isinstance(job.engine.module, GPT2Model):  # a wheel has no scripts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -182,6 +183,15 @@ def test_a_damaged_checkpoint_ends_the_job_with_one_line_and_fallback_takes_the_
     assert done.returncode == 0 and "continuing after iteration 8" in done.stdout, done.stdout
     assert done.stdout.count("has no file `latest`. Taking the newest checkpoint that is there, global_step12.") == 1
     assert files(tmp_path) == files(whole), "steps 9 to 12 again, bit for bit"
+
+
+@pytest.mark.parametrize("latest", [b"global_step999", b"\xff/.."])
+def test_a_run_that_is_over_ends_well_by_another_checkpoint_than_latest_names(corpus, whole, tmp_path, latest):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "latest").write_bytes(latest)
+    done = job(corpus, tmp_path, "--load-fallback", ranks=1)
+    assert done.returncode == 0 and "nothing to train" in done.stdout, done.stdout
+    assert re.search(rf"checkpoint +{tmp_path}/global_step12\n", done.stdout), done.stdout
 
 
 def test_a_job_whose_first_save_died_before_latest_was_written_goes_on_from_it(corpus, whole, tmp_path):

@@ -1308,8 +1308,8 @@ def _lines_kept() -> int:
 
 def test_the_command_in_the_summary_can_be_pasted_whatever_the_folders_name(tmp_path, monkeypatch):
     save = tmp_path / "it's $mine"
-    save.mkdir()
-    (save / "latest").write_text("global_step5")
+    (save / "global_step5").mkdir(parents=True)
+    (save / "global_step5" / "index.json").touch()
     config = load_config(["--save", str(save), "--no-tensorboard"], world_size=1)
     engine = SimpleNamespace(module=object.__new__(GPT2Model))
     job = SimpleNamespace(config=config, iteration=5, first_loss=None, engine=engine)
