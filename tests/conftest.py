@@ -79,6 +79,7 @@ def make_stale(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
             monkeypatch.setattr(Path, method, getattr(os.path, answer))
         for module, function in ((os, "stat"), (os, "lstat"), (builtins, "open"), (io, "open")):
             monkeypatch.setattr(module, function, refusing(getattr(module, function)))
+        monkeypatch.setattr(Path, "stat", lambda path, **options: os.stat(path, **options))  # Python 3.10's has its own
 
     return make
 

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -193,7 +194,7 @@ def test_lock_file_that_an_smb_share_keeps_while_it_is_open_is_locked_by_who_com
     def busy(*_, **__):
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
-    monkeypatch.setattr(os, "unlink", busy)
+    monkeypatch.setattr(Path, "unlink", busy)
     for _ in range(2):
         with locked(tmp_path / "lock", wait=False):
             pass
