@@ -41,13 +41,9 @@ def init_weight_(
         return None
     shape = weight.shape if partition is None else partition.full_shape(weight.shape)
     full = torch.empty(shape, dtype=torch.float32, device="cpu")
-    generator = torch.default_generator  # torch.manual_seed would also reset the generators of every CUDA device
-    state = generator.get_state()
-    try:
-        generator.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reset the generators of CUDA devices too
         init_method(full)
-    finally:
-        generator.set_state(state)
     local = full
     if partition is not None and group is not None:
         local = partition.slice_like(weight.shape, full, group.rank(), group.size())
