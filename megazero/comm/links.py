@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megazero.comm.transport import MESSAGE_BYTES, check, message
-from megazero.comm.world import ProcessGroup, all_gathered_objects, largest
+from megazero.comm.world import ProcessGroup, all_gathered_objects
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +126,7 @@ def link(group: ProcessGroup, area_bytes: int, timeout_s: float, count: int = 1)
                 opened.append(_join(end, of_ranks, group, timeout_s))
             except (OSError, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
-            if largest(problem is not None, group):
-                problems = all_gathered_objects(problem, group)
+            if any(problems := all_gathered_objects(problem, group)):
                 break
     for end in ends:
         end.close()
