@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -26,6 +28,16 @@ def end_with_parent(number: signal.Signals, parent: int | None) -> None:
 def keep_exit_statuses() -> None:
     """Handles SIGCHLD by default, though a daemon may hand down that it is ignored: every child would count as a success."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+@contextmanager
+def blocked(number: signal.Signals) -> Iterator[None]:
+    """Inside the block, the signal waits for its end; processes that start there inherit this, and decide for themselves."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def children(pid: int) -> list[int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megazero import comm
-from megazero.children import end_with_parent
+from megazero.children import blocked, end_with_parent
 from megazero.data.build import build_datasets
 from megazero.data.sampler import DataParallelBatchSampler, until_exhausted
 from megazero.job import Job
@@ -96,11 +96,8 @@ class _Loader(DataLoader):
             Listener().close()  # a worker that cannot open one to pass on its files would be waited for without end
         if not hasattr(signal, "sigwaitinfo"):  # macOS
             return super().__iter__()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        try:
+        with blocked(signal.SIGTERM):
             return super().__iter__()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _outlive_sigterm(_: int) -> None:

@@ -10,10 +10,12 @@ import pickle
 import signal
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing import current_process, get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
+
+from megazero.children import blocked
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -78,7 +80,8 @@ class _Pool:
         self._processes: list[Any] = []
         self._idle: list[Connection] = []
         self._busy: dict[Connection, int] = {}
-        with _interrupts_held():
+        resource_tracker.ensure_running()  # which would lift the block
+        with blocked(signal.SIGINT):  # Ctrl-C never reaches the workers, which would print a traceback
             for _ in range(workers):
                 here, there = context.Pipe()
                 process = context.Process(target=_work, args=(there, pickled), daemon=True)
@@ -137,17 +140,6 @@ class _Pool:
             process.join()
         for pipe in (*self._idle, *self._busy):
             pipe.close()
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block, and never reaches what is started inside, which would print a traceback."""
-    resource_tracker.ensure_running()  # which would lift the block
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _work(pipe: Connection, pickled: bytes) -> None:
