@@ -20,7 +20,6 @@ import numpy as np
 
 from data_tools.inspect_statistics import describe, document_lengths, draw_histogram
 from data_tools.preprocess_data import add_tokenizer_arguments
-from megazero.data.arrays import read_array
 from megazero.data.build import build_tokenizer_from
 from megazero.data.corpora import find_corpora
 from megazero.data.indexed_dataset import IndexedDataset
@@ -67,8 +66,7 @@ def choose_documents(total: int, numbers: Sequence[int], sample: int, seed: int)
 def document_tokens(data: IndexedDataset, document: int, max_tokens: int) -> tuple[np.ndarray, int]:
     """The first tokens of a document, and how many it has."""
     start, stop = data.token_starts(data.doc_idx[document : document + 2]).tolist()
-    count = min(max_tokens, stop - start)
-    return read_array(data.bin_path, data.dtype, count, start * data.dtype.itemsize), stop - start
+    return data.read(start, min(start + max_tokens, stop)), stop - start
 
 
 def show_document(data: IndexedDataset, document: int, tokenizer: Tokenizer | None, max_tokens: int) -> str:

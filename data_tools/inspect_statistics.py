@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from data_tools.optional import require
-from megazero.data.arrays import read_array
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.files import written_aside
 from megazero.lines.progress import Progress
@@ -83,13 +82,12 @@ def count_tokens(data: IndexedDataset, eod: int | None) -> TokenCounts:
     low, high, ending = 0, -1, 0
     counts = np.zeros(0, dtype=np.int64)
     is_countable = True
-    width = data.dtype.itemsize
-    with Progress("counting", data.num_tokens * width) as progress:
+    with Progress("counting", data.num_tokens * data.dtype.itemsize) as progress:
         for ends in _document_ends(data):
             last = ends[1:][np.diff(ends) > 0] - 1  # position of the last token of each document, rising
             for start in range(int(ends[0]), int(ends[-1]), _CHUNK):
                 stop = min(start + _CHUNK, int(ends[-1]))
-                chunk = read_array(data.bin_path, data.dtype, stop - start, start * width)
+                chunk = data.read(start, stop)
                 smallest, largest = int(chunk.min()), int(chunk.max())
                 low, high = (smallest, largest) if high < low else (min(low, smallest), max(high, largest))
                 is_countable = is_countable and low >= 0 and high < _LARGEST_COUNTED_ID

@@ -18,14 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data import mmidx
-from megazero.data.arrays import read_array
+from megazero.data.arrays import mapped_array, read_array
 from megazero.data.sidecar import remove_sidecar
 from megazero.files import (
     allow_many_files,
     append_suffix,
     aside_name,
     file_named,
-    mapping,
     sync_file,
     sync_folder,
     written_aside,
@@ -154,12 +153,7 @@ class IndexedDataset:
             self.fingerprint = fingerprint
         self.num_tokens = int(self.sizes.sum(dtype=np.int64))
         self._check_size()
-        # np.memmap refuses an empty file; a plain ndarray is faster to slice than the memmap class.
-        has_tokens = self.num_tokens > 0
-        with mapping(self.bin_path):
-            self._tokens = (
-                np.memmap(self.bin_path, self.dtype, "r").view(np.ndarray) if has_tokens else np.empty(0, self.dtype)
-            )
+        self._tokens = mapped_array(self.bin_path, self.dtype)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -194,13 +188,15 @@ class IndexedDataset:
         digest.update(np.ascontiguousarray(self.doc_idx).data)
         return digest.hexdigest()
 
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The tokens [start, stop) of the .bin, not from the mapping, whose pages count as this process's memory from then on."""
+        return read_array(self.bin_path, self.dtype, stop - start, start * self.dtype.itemsize)
+
     def token_range(self) -> tuple[int, int]:
         """The smallest and the largest token id, from one pass over the whole .bin; (0, -1) without tokens."""
         low, high = 0, -1
-        # Not from the mapping, of which all pages would count as this process's memory from then on.
         for start in range(0, self.num_tokens, 1 << 24):
-            count = min(1 << 24, self.num_tokens - start)
-            chunk = read_array(self.bin_path, self.dtype, count, start * self.dtype.itemsize)
+            chunk = self.read(start, min(start + (1 << 24), self.num_tokens))
             smallest, largest = int(chunk.min()), int(chunk.max())
             low, high = (smallest, largest) if high < low else (min(low, smallest), max(high, largest))
         return low, high

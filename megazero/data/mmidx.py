@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megazero.files import mapping
+from megazero.data.arrays import mapped_array
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +111,7 @@ def read_index(path: Path, is_checked: bool = False) -> Index:
         ValueError: the file is truncated, damaged, or of another format.
     """
     dtype, num_sequences, num_boundaries = _header(path)
-    with mapping(path):
-        raw = np.memmap(path, mode="r").view(np.ndarray)  # a plain ndarray is faster to slice than the memmap class
+    raw = mapped_array(path, np.uint8)
     start = _HEADER.size
     index = Index(
         dtype,

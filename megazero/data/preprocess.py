@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megazero.data.arrays import mapped_array
 from megazero.data.encoding import BlockEncoder, Surrogates
 from megazero.data.indexed_dataset import IndexedDataset, published
 from megazero.data.mmidx import Part, token_dtype
@@ -25,7 +26,7 @@ from megazero.data.sidecar import (
     write_sidecar,
 )
 from megazero.data.tokenizer import Tokenizer
-from megazero.files import append_suffix, locked, mapping
+from megazero.files import append_suffix, locked
 from megazero.lines.contents import describe_files, key_of
 from megazero.lines.jsonl import read_blocks
 from megazero.lines.outputs import check_ours, full_disk_named
@@ -189,10 +190,7 @@ def _finish(partial: PartialShard, tokenizer: Tokenizer, source: dict[str, Any],
 
 def lengths_of(partial: PartialShard) -> np.ndarray:
     """[documents] int32, in tokens, of those that are committed, mapped into memory."""
-    if not partial.sizes[1]:  # an empty file cannot be mapped
-        return np.empty(0, "<i4")
-    with mapping(partial.paths[1]):
-        return np.memmap(partial.paths[1], "<i4", "r").view(np.ndarray)
+    return mapped_array(partial.paths[1], "<i4")
 
 
 def publish_corpus(
