@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -145,21 +146,14 @@ def _repeated(parts: Sequence[str]) -> tuple[int, int]:
     return sum(extra.values()), sum(len(part) * count for part, count in extra.items())
 
 
-class _Numbers(dict[str, int]):
-    """Numbers words in the order in which they come up."""
-
-    def __missing__(self, word: str) -> int:
-        self[word] = number = len(self)
-        return number
-
-
 def ngram_characters(words: Sequence[str], longest: int) -> Iterator[tuple[int, int, int]]:
     """(n, top, repeated) for each n from 2 to `longest` words, as far as there are so many words.
 
     `top`: characters, with the spaces between words, in all occurrences of the most frequent sequence of n words (of several, the
     longest); 0 if none repeats. `repeated`: characters of the words in sequences of n words that occur earlier, each word once.
     """
-    word = np.fromiter(map(_Numbers().__getitem__, words), np.int64, len(words))
+    number_of: defaultdict[str, int] = defaultdict(itertools.count().__next__)
+    word = np.fromiter(map(number_of.__getitem__, words), np.int64, len(words))  # numbered as they come up
     length = np.fromiter(map(len, words), np.int64, len(words))
     before = np.concatenate(([0], np.cumsum(length)))  # characters before each word
     ngram, place = word, np.arange(len(words))  # a number for each sequence that may come again, and where it begins
