@@ -23,7 +23,7 @@ from megazero.cgroups import available_cores
 from megazero.children import children
 from megazero.runner import bind, main
 from megazero.runner.arguments import REFUSED, make_parser, parse, parse_cores
-from megazero.runner.commands import Program, remote_command, srun_command, static, torchrun_command
+from megazero.runner.commands import Program, node_command, remote_command, srun_command, static, torchrun_command
 from megazero.runner.environment import exported, parse_environment, visible_devices
 from megazero.runner.hosts import is_this_machine, parse_hostfile, select, slurm_gpus
 from megazero.runner.processes import run_nodes
@@ -251,9 +251,9 @@ def test_remote_command_survives_a_shell(tmp_path):
         "import os, sys, json; print(json.dumps([os.getcwd(), os.environ['V'], sys.argv[1:]]))",
     ]
     (tmp_path / "activate").write_text("export SOURCED=1")
-    variables = {"V": "a 'b' $c"}
+    shown = node_command([*show, *NASTY], {"V": "a 'b' $c"})
     more = {"ssh_port": 2222, "launcher_args": ["-v"], "venv_script": str(tmp_path / "activate")}
-    command = remote_command("worker-1", [*show, *NASTY], str(folder), environment=variables, **more)
+    command = remote_command("worker-1", shown, str(folder), **more)
     assert command[:5] == ["ssh", "-p", "2222", "-v", "worker-1"] and len(command) == 6
     for shell in ("bash", "sh"):
         done = subprocess.run([shell, "-c", command[5]], capture_output=True, text=True, check=True)

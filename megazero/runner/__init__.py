@@ -148,20 +148,18 @@ def _run_many(options: argparse.Namespace, program: Program, nodes: Nodes, here:
     for rank, (host, slots) in enumerate(nodes.items()):
         where = static(len(nodes), rank, address, port)
         variables = shared | environment.of_slots(slots, local=host in here, has_gpus=has_gpus)
-        if host in here:
-            agent = agent_command(torchrun_command(program, len(slots), where), obeys_stdin=True)
-            commands[host] = node_command(agent, variables)
-            continue
-        python = "python" if options.venv_script else sys.executable
-        commands[host] = remote_command(
-            host,
-            agent_command(torchrun_command(program, len(slots), where, python), obeys_stdin=True, python=python),
-            os.getcwd(),
-            environment=variables,
-            ssh_port=options.ssh_port,
-            launcher_args=shlex.split(options.launcher_args),
-            venv_script=os.path.abspath(options.venv_script) if options.venv_script else "",
-        )
+        python = "python" if options.venv_script and host not in here else sys.executable
+        agent = agent_command(torchrun_command(program, len(slots), where, python), obeys_stdin=True, python=python)
+        commands[host] = node_command(agent, variables)
+        if host not in here:
+            commands[host] = remote_command(
+                host,
+                commands[host],
+                os.getcwd(),
+                ssh_port=options.ssh_port,
+                launcher_args=shlex.split(options.launcher_args),
+                venv_script=os.path.abspath(options.venv_script) if options.venv_script else "",
+            )
     _say(commands, nodes)
     return run_nodes(commands)
 

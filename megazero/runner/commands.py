@@ -75,7 +75,6 @@ def remote_command(
     command: Sequence[str],
     cwd: str,
     *,
-    environment: Mapping[str, str],
     ssh_port: int | None,
     launcher_args: Sequence[str],
     venv_script: str,
@@ -85,14 +84,13 @@ def remote_command(
     ssh passes one string to the remote login shell, which must be of the Bourne family (sh, bash, zsh, ...).
 
     Args:
-        environment: variables to set there.
         ssh_port: the port on which sshd listens; None: as ssh's configuration specifies.
         launcher_args: further options for ssh.
         venv_script: a script to source there first, unless it is "".
     """
     port = ["-p", str(ssh_port)] if ssh_port else []
     activate = f". {shlex.quote(venv_script)} && " if venv_script else ""
-    line = f"cd {shlex.quote(cwd)} && {activate}exec {shlex.join(node_command(command, environment))}"
+    line = f"cd {shlex.quote(cwd)} && {activate}exec {shlex.join(command)}"
     return ["ssh", *port, *launcher_args, host, line]
 
 
