@@ -66,8 +66,7 @@ class Job:
     consumed_samples: int = 0
     first_loss: float | None = None
     corpora: list[str] | None = None  # fingerprints of the training data; initially the checkpoint's
-    stopped: bool = False  # all ranks have agreed to end early
-    is_cut: bool = False  # by a signal or a time limit: something is left to do before its end or --exit-interval
+    is_cut: bool = False  # by a signal or a time limit, as all ranks agree: something is left to do
     stop: StopSignal = field(default_factory=StopSignal)  # this rank's own reasons to stop
     count_tokens: CountTokens | None = None  # with --calculate-per-token-loss: tokens that count in a micro-batch
     before_update: BeforeUpdate | None = None  # called on every rank when a step's gradients are there

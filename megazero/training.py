@@ -130,7 +130,7 @@ def pretrain(
             job.iteration,
             flags.train_iters,
         )
-    if not job.stopped and job.iteration >= flags.train_iters:
+    if not job.is_cut and job.iteration >= flags.train_iters:
         with tells_out_of_memory(config, job):
             for section, dataset in (("valid", valid), ("test", test)):
                 if evaluate_and_log(job, metrics, dataset, section, "the end of training"):
@@ -154,7 +154,8 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) 
     saved_at, logged_at, start = job.iteration, job.consumed_samples, time.perf_counter()
     watch: MemoryWatch | None = MemoryWatch(job.engine, job.device.type)
     profiler = step_profiler(job)
-    while job.iteration < flags.train_iters and not job.stopped:
+    stop: str | None = None
+    while job.iteration < flags.train_iters and not stop:
         with profiler.step(job.iteration + 1):
             loss, stop = train_step(job, iterator)
         interval.append(loss)
@@ -181,7 +182,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) 
         if is_exit:
             stop = f"--exit-interval {flags.exit_interval}"
         if stop:
-            job.stopped, job.is_cut = True, not is_exit
+            job.is_cut = not is_exit
             logger.info("stopping after iteration %d: %s", job.iteration, stop)
     profiler.finish(job.iteration)
     if config.checkpoint.save and (has_failed_to_save(job) or saved_at != job.iteration):
