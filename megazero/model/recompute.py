@@ -216,19 +216,14 @@ def _kept_bytes(run: Callable[[], Tensor], block: TransformerBlock, mask: Tensor
 
 
 def _fastest(run: Callable[[], Any]) -> float:
-    times = []
+    times, synchronize = [], torch.get_device_module(comm.local_device()).synchronize
     for _ in range(1 + _REPEATS):
-        _synchronize()
+        synchronize()
         begin = time.perf_counter()
         run()
-        _synchronize()
+        synchronize()
         times.append(time.perf_counter() - begin)
     return min(times[1:])
-
-
-def _synchronize() -> None:
-    if comm.local_device().type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _agreed(costs: dict[str, BlockCost]) -> dict[str, BlockCost]:
