@@ -6,6 +6,7 @@ All of it comes from one pass over the index and one over the tokens, a piece at
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,13 +45,11 @@ class Lengths:
 
 def document_lengths(data: IndexedDataset) -> Lengths:
     """The lengths of all documents, in tokens."""
-    values = counts = np.zeros(0, np.int64)
+    total: Counter[int] = Counter()
     for ends in _document_ends(data):
-        found, times = np.unique(np.diff(ends), return_counts=True)
-        merged, places = np.unique(np.concatenate([values, found]), return_inverse=True)
-        total = np.zeros(len(merged), np.int64)
-        np.add.at(total, places, np.concatenate([counts, times]))
-        values, counts = merged, total
+        values, counts = np.unique(np.diff(ends), return_counts=True)
+        total.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    values, counts = np.array(sorted(total.items()), np.int64).reshape(-1, 2).T
     return Lengths(values, counts)
 
 
