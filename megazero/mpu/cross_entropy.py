@@ -14,6 +14,7 @@ device each pass goes through memory, and passes are all that this costs: 20 byt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -117,7 +118,7 @@ def max_and_sum(rows: Tensor) -> tuple[Tensor, Tensor]:
     largest = rows.new_full((rows.size(0),), -torch.inf, dtype=dtype)
     total = rows.new_zeros((rows.size(0),), dtype=dtype)
     if rows.size(1):
-        chunks = (x.split(_tokens_per_chunk(rows)) for x in (rows, largest, total))
+        chunks = (x.split(tokens_per_chunk(rows.shape, rows.device.type)) for x in (rows, largest, total))
         for x, m, z in zip(*chunks, strict=True):
             m.copy_(x.amax(1))
             finite = m.masked_fill(m == -torch.inf, 0.0)  # a row of -inf only: exp(-inf - 0), not exp(-inf + inf)
@@ -138,7 +139,7 @@ def write_gradient(
     """
     over_z = scale / z
     at_target = (x.gather(1, column)[:, 0] - largest).exp() * over_z - scale.masked_fill(~is_here, 0.0)
-    chunks = (y.split(_tokens_per_chunk(x)) for y in (x, largest, over_z, out))
+    chunks = (y.split(tokens_per_chunk(x.shape, x.device.type)) for y in (x, largest, over_z, out))
     for some, m, factor, result in zip(*chunks, strict=True):
         torch.mul(_minus(some, m, out=result).exp_(), factor[:, None], out=result)
     out[:, columns:] = 0.0
@@ -173,8 +174,10 @@ def over_ranks(
     return largest, z, z.log() - target_logit
 
 
-def _tokens_per_chunk(rows: Tensor) -> int:
+def tokens_per_chunk(shape: Sequence[int], device_type: str) -> int:
+    """How many of the tokens are worked off at a time, at least 1, of logits of this shape: [tokens, columns]."""
+    tokens, columns = shape
+    numel = CHUNK_NUMEL_CPU if device_type == "cpu" else CHUNK_NUMEL_DEVICE
     if torch.compiler.is_compiling():  # one chunk: the compiler fuses the passes itself
-        return max(rows.size(0), 1)
-    numel = CHUNK_NUMEL_CPU if rows.device.type == "cpu" else CHUNK_NUMEL_DEVICE
-    return max(numel // max(rows.size(1), 1), 1)
+        return max(tokens, 1)
+    return max(min(tokens, numel // max(columns, 1)), 1)

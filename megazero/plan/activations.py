@@ -19,7 +19,7 @@ import torch
 
 from megazero.activation_checkpointing import CheckpointSettings
 from megazero.model.config import GPT2Config
-from megazero.mpu.cross_entropy import CHUNK_NUMEL_CPU, CHUNK_NUMEL_DEVICE
+from megazero.mpu.cross_entropy import tokens_per_chunk
 from megazero.zero.homes import FP32_BYTES
 
 ID_BYTES = 8
@@ -185,5 +185,4 @@ def _loss_working(model: GPT2Config, shape: Shape, vocabulary: int, chunked: boo
 
 def _fp32_chunk(shape: Shape, tokens: int, columns: int) -> int:
     """Bytes of the logits' exponentials, or of their gradient, that exist in fp32 at a time."""
-    most = CHUNK_NUMEL_DEVICE if shape.device_type == "cuda" else CHUNK_NUMEL_CPU
-    return min(tokens, max(most // columns, 1)) * columns * FP32_BYTES
+    return tokens_per_chunk((tokens, columns), shape.device_type) * columns * FP32_BYTES
