@@ -6,7 +6,6 @@ import argparse
 import ast
 import difflib
 import importlib
-import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -86,10 +85,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 def summary(step: str) -> str:
     """The first line of a step's help; read, not imported, since some packages take long to load."""
-    spec = importlib.util.find_spec(STEPS[step])
-    if spec is None or spec.origin is None:
-        raise RuntimeError(f"the module {STEPS[step]} is missing: install megazero again")
-    return (ast.get_docstring(ast.parse(Path(spec.origin).read_bytes())) or "").partition("\n")[0]
+    path = Path(__file__).with_name(f"{STEPS[step].rpartition('.')[2]}.py")
+    return (ast.get_docstring(ast.parse(path.read_bytes())) or "").partition("\n")[0]
 
 
 def step_parser(step: str) -> Parser:
