@@ -168,11 +168,7 @@ def _shuffle(shard: Shard, args: argparse.Namespace, options: RunOptions, descri
     # There are many files to write through to the disk at each commit.
     scatter_options = replace(options, commit_interval_s=max(options.commit_interval_s, 0.1 * layout.buckets))
     function = partial(scatter, args.json_key, args.seed, layout)
-    run_lines("shuffle", [scattered], function, settings, scatter_options)
-    of_buckets = describe("shuffle", settings, describe_files(shard.inputs, options.workers), scatter_options)
-    counts = finished(scattered, key_of(of_buckets), options.strict)
-    if counts is None:
-        raise RuntimeError(f"{folder} was changed by another process while its files were sorted. Start again.")
+    counts = Counts.of(run_lines("shuffle", [scattered], function, settings, scatter_options))
     # What was sorted from other buckets must not be continued, so the layout is a part of the key of the partial files only.
     output = PartialShard(
         Shard(tuple(buckets), shard.outputs, shard.record), key_of({**description, "layout": vars(layout)})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,12 @@ class Counts:
         content = asdict(self)
         errors = content.pop("errors")
         return {"shards": shards, "shards_skipped": skipped, **content, "first_errors": errors}
+
+    @classmethod
+    def of(cls, statistics: Mapping[str, Any]) -> Counts:
+        """What these `statistics` are of."""
+        names = {each.name: each.name for each in fields(cls)} | {"errors": "first_errors"}
+        return cls(**{name: statistics[entry] for name, entry in names.items()})
 
 
 @dataclass
