@@ -102,8 +102,7 @@ def setup_distributed(config: Config) -> ParallelGroups:
     flags = config.parallel
     comm.init_distributed(flags.distributed_backend, timeout=timedelta(seconds=flags.distributed_timeout_s))
     settings = {}
-    for part in fields(config):
-        component = getattr(config, part.name)
+    for component in vars(config).values():
         for each in fields(component):
             value = getattr(component, each.name)
             name = own_flag(each) if "flag" in each.metadata else each.name
