@@ -15,7 +15,7 @@ from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import cut_of
 from megazero.data.build import TOKENIZER_FLAGS
-from megazero.data.tokenizer import Tokenizer, build_tokenizer
+from megazero.data.tokenizer import Tokenizer, build_tokenizer, refuse_other_vocabulary
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.init import NoDraws
@@ -106,11 +106,7 @@ def _tokenizer(config: InferenceConfig, reader: Reader) -> Tokenizer:
         )
     files = {"tokenizer_type": saved.get("tokenizer_type", "GPT2BPETokenizer"), **given} if given else saved
     tokenizer = build_tokenizer(**files)
-    if tokenizer.sha256 != client.get("tokenizer_sha256", tokenizer.sha256):
-        raise ValueError(
-            f"The checkpoint {reader.path} was trained with another vocabulary (sha256 {client['tokenizer_sha256'][:12]}..., "
-            f"found {tokenizer.sha256[:12]}...). Give the training job's --vocab-file and --merge-file, or --tokenizer-path."
-        )
+    refuse_other_vocabulary(tokenizer, client.get("tokenizer_sha256", tokenizer.sha256), reader.path)
     return tokenizer
 
 

@@ -17,6 +17,7 @@ from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tags import list_tags, listed
 from megazero.config import TrainingConfig
 from megazero.data.build import TOKENIZER_FLAGS
+from megazero.data.tokenizer import refuse_other_vocabulary
 from megazero.files import nearest_there
 from megazero.job import Job, seed_dropout
 from megazero.logging import ALIKE, counted, get_logger
@@ -201,12 +202,8 @@ def _prepare_to_continue(job: Job, reader: Reader) -> None:
             reader.path,
             extra=ALIKE,
         )
-    elif client["tokenizer_sha256"] != job.tokenizer.sha256:
-        raise ValueError(
-            f"The checkpoint {reader.path} was trained with another vocabulary (sha256 "
-            f"{client['tokenizer_sha256'][:12]}..., now {job.tokenizer.sha256[:12]}...). Give the --vocab-file and "
-            "--merge-file, or the --tokenizer-path, that it was trained with."
-        )
+    else:
+        refuse_other_vocabulary(job.tokenizer, client["tokenizer_sha256"], reader.path)
     _refuse_other_model(job, reader.path, client)
     if finetune:
         return

@@ -284,6 +284,16 @@ def _made_anew(kind: type[Tokenizer], files: tuple[str, ...], sha256: str) -> To
     return tokenizer
 
 
+def refuse_other_vocabulary(tokenizer: Tokenizer, sha256: str, checkpoint: Path) -> None:
+    """Raises a ValueError unless a checkpoint, trained with the vocabulary of this digest, was trained with the tokenizer's."""
+    if tokenizer.sha256 != sha256:
+        raise ValueError(
+            f"The checkpoint {checkpoint} was trained with another vocabulary (sha256 {sha256[:12]}..., now "
+            f"{tokenizer.sha256[:12]}...). Give the --vocab-file and --merge-file, or the --tokenizer-path, that it was "
+            "trained with."
+        )
+
+
 def valid_unicode(text: str) -> str:
     """`text` with U+FFFD in the place of unpaired surrogates, which JSON can spell ("\\ud800") and no UTF-8 text can hold."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
