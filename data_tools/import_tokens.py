@@ -33,7 +33,6 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.files import append_suffix
 from megazero.lines.contents import describe_files
 from megazero.lines.partial_shard import PartialShard
-from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult, Counts, report_empty
 from megazero.lines.resumable import Item, WorkOptions, fill_one
 
@@ -128,9 +127,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     def make(partial: PartialShard) -> dict[str, Any]:
         converter, reader = Converter(layouts, tokenizer, ends), Reader(layouts, args.column, args.packed, ends)
-        progress = Progress("importing", sum(path.stat().st_size for path in paths))
         options = WorkOptions(1, block_bytes=_BLOCK_BYTES)
-        fill_one(partial, converter, options, progress, reader, Cutter(partial, converter.dtype, tokenizer.eod))
+        fill_one(partial, converter, options, "importing", reader, Cutter(partial, converter.dtype, tokenizer.eod))
         report_empty(paths)
         documents = len(lengths_of(partial))
         if not documents:

@@ -32,7 +32,6 @@ from megazero.files import append_suffix, locked
 from megazero.lines.contents import check_unchanged, describe_files, key_of
 from megazero.lines.outputs import full_disk_named
 from megazero.lines.partial_shard import PartialShard, Shard, give_up
-from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult, Counts
 from megazero.lines.resumable import Item, WorkOptions, fill_one, read_pieces
 
@@ -177,7 +176,7 @@ def _copy(partial: PartialShard, documents: int) -> None:
     """Puts the tokens of all sources together, without the first ones, which an earlier run has copied."""
     total = sum(path.stat().st_size for path in partial.shard.inputs)
     work, options = functools.partial(copy_block, documents / max(total, 1)), WorkOptions(1, block_bytes=_COPY_BYTES)
-    fill_one(partial, work, options, Progress("merging", total), read_pieces)
+    fill_one(partial, work, options, "merging", read_pieces)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -31,7 +31,6 @@ from megazero.lines.contents import describe_files, key_of
 from megazero.lines.jsonl import read_blocks
 from megazero.lines.outputs import check_ours, full_disk_named
 from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL, PartialShard, Shard, give_up
-from megazero.lines.progress import Progress
 from megazero.lines.results import NO_TEXT, check_strict, report_empty
 from megazero.lines.resumable import BlockReader, WorkOptions, fill_one, useful_workers
 
@@ -84,10 +83,9 @@ def tokenize_json(
     }
 
     def make(partial: PartialShard) -> dict[str, Any]:
-        total = sum(path.stat().st_size for path in paths)
         useful = replace(options, workers=useful_workers(paths, options.block_bytes, options.workers))
         encoder = BlockEncoder(tokenizer, key, append_eod, surrogates)
-        fill_one(partial, encoder, useful, Progress("tokenizing", total, log_interval), blocks)
+        fill_one(partial, encoder, useful, "tokenizing", blocks, log_documents=log_interval)
         _check_documents(partial, key)
         counts = partial.counts
         return {

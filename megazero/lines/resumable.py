@@ -128,11 +128,17 @@ def fill_one(
     shard: PartialShard,
     work: BlockWork,
     options: WorkOptions,
-    progress: Progress,
+    name: str,
     reader: BlockReader,
     place: Place | None = None,
+    log_documents: int | None = None,
 ) -> None:
-    """`fill` for a single shard: all that `work` makes of its inputs is in its files, committed, and these are closed."""
+    """`fill` for a single shard: all that `work` makes of its inputs is in its files, committed, and these are closed.
+
+    Args:
+        name, log_documents: as for `Progress`.
+    """
+    progress = Progress(name, sum(path.stat().st_size for path in shard.shard.inputs), log_documents)
     with closing(fill([shard], work, options, progress, place=place, reader=reader)) as filled:
         next(filled)
         shard.commit()
