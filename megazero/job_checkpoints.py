@@ -130,23 +130,19 @@ def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
         )
     saved, now = client["config"], asdict(job.config)
     others = [flag_of(name) for part, name in SAMPLES if saved[part].get(name) != now[part][name]]
-    if others:
-        logger.warning(
-            "%s: not as in the run that saved the checkpoint. Where that means other data or another order, some samples come "
-            "again and others never",
-            ", ".join(others),
-            extra=ALIKE,
-        )
+    order = ". Where that means other data or another order, some samples come again and others never"
+    _warn_of_flags(others, order)
     if job.corpora and flag_of("split") in others:  # so these are other documents, if of the same corpora
         job.corpora = _fingerprints(job.corpora)
     before, after = {**asdict(TrainingConfig()), **saved["training"]}, now["training"]
     others = [flag_of(name) for name in LOSS if before[name] != after[name]]
-    if others:
-        logger.warning(
-            "%s: not as in the run that saved the checkpoint; losses from here on do not compare with those before",
-            ", ".join(others),
-            extra=ALIKE,
-        )
+    _warn_of_flags(others, "; losses from here on do not compare with those before")
+
+
+def _warn_of_flags(flags: list[str], so: str) -> None:
+    """Warns of flags, if any, that have other values than in the checkpoint's run; `so` tells what follows."""
+    if flags:
+        logger.warning("%s: not as in the run that saved the checkpoint%s", ", ".join(flags), so, extra=ALIKE)
 
 
 def warn_of_other_corpora(job: Job, corpora: list[str]) -> None:
