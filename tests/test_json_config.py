@@ -501,7 +501,7 @@ def test_auto_is_a_value_where_it_is_one_of_the_choices():
 def test_new_weights_may_travel_during_the_forward(tmp_path):
     assert zero(stage=2, overlap_param_gather=True).zero == ZeroConfig(stage=2, overlap_param_gather=True)
     with pytest.raises(ValueError, match=r"--overlap-param-gather \(zero.overlap_param_gather\) .* got 3"):
-        _ = zero(stage=3, overlap_param_gather=True).zero
+        zero(stage=3, overlap_param_gather=True)
     config = with_flags(
         tmp_path, in_zero(stage=1, overlap_param_gather=True), "--zero-stage 3 --no-overlap-param-gather"
     )
@@ -525,12 +525,13 @@ def test_offload_objects_have_deepspeeds_defaults():
 @pytest.mark.parametrize(
     "section, message",
     [
+        ({"stage": 2, "mics_shard_size": 1}, r"\(mics_shard_size\) must be 0 .* or at least 2"),
         ({"offload_optimizer": {"device": "cpu"}}, "needs zero_optimization.stage 1 or more, got stage 0"),
         ({"stage": 3, "offload_param": {"device": "nvme"}}, "offload_param.nvme_path"),
         ({"stage": 3, "offload_optimizer": {"ratio": 2}}, r"ratio must lie in \[0, 1\], got 2.0"),
     ],
 )
-def test_offload_that_cannot_be(section, message):
+def test_sets_and_offload_that_cannot_be(section, message):
     with pytest.raises(DeepSpeedConfigError, match=message):
         zero(**section)
 

@@ -183,8 +183,7 @@ def _check_local_rank(args: Any) -> None:
 
 
 def _place(model: nn.Module, groups: ParallelGroups, config: JsonConfig) -> None:
-    """Checks all that can be checked, then moves the model to its device and makes it equal on all ranks."""
-    _ = config.zero  # checks it
+    """Checks the model's values, then moves it to its device and makes it equal on all ranks."""
     _check_values(model, config)
     _move(model, comm.local_device(), config.buffer_dtype)
     _as_on_first_rank(model, groups)

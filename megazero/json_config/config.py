@@ -143,8 +143,7 @@ class JsonConfig:
             raise DeepSpeedConfigError(
                 'gradient_allreduce_op "sum" is not possible with zero_optimization.stage 3. Use "mean", or stage 2.'
             )
-        self._dtype("communication_data_type")
-        self._dtype("data_types.grad_accum_dtype")
+        _ = self.zero  # checks it
         if self.data_types.param_dtype not in (None, self.compute_dtype):
             raise DeepSpeedConfigError(
                 f'data_types.param_dtype "{self.data_types.param_dtype}" is not the dtype of the parameters, which is '
@@ -244,8 +243,8 @@ class JsonConfig:
             )
         as_zero_has_it = {
             "shard_size": max(0, section.mics_shard_size),
-            "grad_dtype": self._dtype("data_types.grad_accum_dtype") or "fp32",
             "reduce_dtype": self._dtype("communication_data_type") or "same",
+            "grad_dtype": self._dtype("data_types.grad_accum_dtype") or "fp32",
             "offload_param": param.device,
             "offload_optimizer_ratio": 1.0 if optimizer.device == "none" else optimizer.ratio,
             "nvme_path": next(iter(paths), None),

@@ -174,11 +174,6 @@ class ZeroSection:
             if home and home.device == "nvme" and not home.nvme_path:
                 path = f"zero_optimization.{name}"
                 raise DeepSpeedConfigError(f'{path}.device "nvme" needs {path}.nvme_path, a directory on the device.')
-        if self.mics_shard_size == 1 or (self.mics_shard_size > 1 and self.stage == 0):
-            raise DeepSpeedConfigError(
-                f"zero_optimization.mics_shard_size {self.mics_shard_size} must be -1 (all data-parallel ranks) or at least "
-                f"2, and needs zero_optimization.stage 1 or more, got stage {self.stage}."
-            )
         if offload and not 0 <= offload.ratio <= 1:
             raise DeepSpeedConfigError(
                 f"zero_optimization.offload_optimizer.ratio must lie in [0, 1], got {offload.ratio}."
