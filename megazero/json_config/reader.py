@@ -72,8 +72,8 @@ class Reader:
                         self.undecided.append(full)
                     continue
                 value = self.auto[full]
+            self._check_effect(value, full, f)
             values[f.name] = self._convert(hints[f.name], value, full, f)
-            self._check_effect(values[f.name], full, f)
             self.given.add(full)
         return values
 
@@ -118,10 +118,6 @@ class Reader:
                 else:
                     decided[name] = self.auto[full] if item == AUTO else item
             return decided
-        if typing.get_origin(hint) is list:
-            if not isinstance(value, list):
-                raise _wrong(path, "a list", value)
-            return value
         value = _scalar(hint, value, path, f.metadata["choices"])
         _check_bounds(value, path, **f.metadata["bounds"])
         return value
