@@ -109,11 +109,9 @@ def _modern_optimizer(optimizer: dict[str, Any], clipping: Any, warnings: list[s
 
 def _modern_zero(zero: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
     path = "zero_optimization"
-    pin = zero.pop("cpu_offload_use_pin_memory", AUTO)
+    pin = _taken_bool(zero, "cpu_offload_use_pin_memory", path)
     offload: dict[str, Any] = {"device": "cpu"}
-    if pin != AUTO:
-        if not isinstance(pin, bool):
-            raise DeepSpeedConfigError(f"{path}.cpu_offload_use_pin_memory must be true or false, got {show(pin)}.")
+    if pin is not None:
         both = [name for name in ("offload_param", "offload_optimizer") if name in zero]
         if both:
             raise DeepSpeedConfigError(
@@ -131,13 +129,9 @@ def _modern_zero(zero: dict[str, Any], warnings: list[str]) -> dict[str, Any]:
 
 def _replace_bool(section: dict[str, Any], old: str, new: str, value: Any, path: str, warnings: list[str]) -> None:
     """Rewrites the key `old`: true becomes `new` with `value`; false and "auto" set nothing."""
-    if old not in section:
+    asked = _taken_bool(section, old, path)
+    if asked is None:
         return
-    asked = section.pop(old)
-    if asked == AUTO:
-        return
-    if not isinstance(asked, bool):
-        raise DeepSpeedConfigError(f"{join(path, old)} must be true or false, got {show(asked)}.")
     if new in section:
         raise DeepSpeedConfigError(
             f"{join(path, old)} and {join(path, new)}, which replaces it, are given together. Keep {join(path, new)}."
@@ -145,3 +139,11 @@ def _replace_bool(section: dict[str, Any], old: str, new: str, value: Any, path:
     warnings.append(f"{join(path, old)} is an old form, read as {join(path, new)}.")
     if asked:
         section[new] = dict(value) if isinstance(value, dict) else value
+
+
+def _taken_bool(section: dict[str, Any], old: str, path: str) -> bool | None:
+    """The value of the key `old`, which leaves the section at `path`; None if it is not there, or "auto"."""
+    asked = section.pop(old, AUTO)
+    if asked != AUTO and not isinstance(asked, bool):
+        raise DeepSpeedConfigError(f"{join(path, old)} must be true or false, got {show(asked)}.")
+    return None if asked == AUTO else asked
