@@ -9,7 +9,6 @@ import math
 import shutil
 import sys
 import textwrap
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from typing import Any
 from megazero.config import Config
 from megazero.foreign_flags import ALWAYS_SO, AS_IT_IS, NO_EFFECT, REFUSED, WITH_VALUE
 from megazero.json_config.job import values_of_file
-from megazero.option import Parser, own_flag
+from megazero.option import Parser, own_flag, without_none
 from megazero.zero.config import ZeroConfig
 
 logger = logging.getLogger(__name__)
@@ -57,8 +56,7 @@ def _argparse_kind(field: Field, hint: Any) -> dict[str, Any]:
     text = field.metadata["help"].replace("%", "%%")
     if default is not None and default is not False and "default" not in text:  # 0 == False, but 0 is shown
         text += f" (default: {default})"
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    hint = without_none(hint)
     if typing.get_origin(hint) is typing.Literal:
         hint = str
     if hint is bool:

@@ -91,14 +91,20 @@ def check_options(config: Any) -> None:
 
 def _unlike(value: Any, hint: Any) -> str | None:
     """What a field of this type should have instead of `value`; None if that will do, as numpy's numbers do."""
-    kinds, is_truth = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,), isinstance(value, bool)
-    if bool in kinds and not is_truth:
+    kind, is_truth = without_none(hint), isinstance(value, bool)
+    if kind is bool and not is_truth:
         return "true or false"
-    if int in kinds and (is_truth or not isinstance(value, Integral)):
+    if kind is int and (is_truth or not isinstance(value, Integral)):
         return "an integer"
-    if float in kinds and (is_truth or not isinstance(value, Real)):
+    if kind is float and (is_truth or not isinstance(value, Real)):
         return "a number"
     return None
+
+
+def without_none(hint: Any) -> Any:
+    """The type T of a field that is annotated T or T | None."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)  # the former of a Literal
+    return typing.get_args(hint)[0] if is_union else hint
 
 
 class Parser(argparse.ArgumentParser):

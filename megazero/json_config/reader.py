@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, is_dataclass
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 
 from megazero.json_config.schema import ALWAYS, AUTO, REFUSED, default_of, every_key, join, keys, show
 from megazero.json_source import DeepSpeedConfigError
-from megazero.option import did_you_mean
+from megazero.option import did_you_mean, without_none
 
 Section = TypeVar("Section")
 
@@ -100,14 +99,12 @@ class Reader:
         return advice
 
     def _convert(self, hint: Any, value: Any, path: str, f: Field) -> Any:
-        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-        if value is None and (is_union or default_of(f) is None):
+        kind = without_none(hint)
+        if value is None and (kind is not hint or default_of(f) is None):
             return None
-        if is_union:
-            hint = next(a for a in typing.get_args(hint) if a is not type(None))
-        if is_dataclass(hint):
-            return self.section(typing.cast(type, hint), value, path)
-        if typing.get_origin(hint) is dict:
+        if is_dataclass(kind):
+            return self.section(typing.cast(type, kind), value, path)
+        if typing.get_origin(kind) is dict:
             if not isinstance(value, Mapping):
                 raise _wrong(path, "an object", value)
             decided = {}
@@ -118,7 +115,7 @@ class Reader:
                 else:
                     decided[name] = self.auto[full] if item == AUTO else item
             return decided
-        value = _scalar(hint, value, path, f.metadata["choices"])
+        value = _scalar(kind, value, path, f.metadata["choices"])
         _check_bounds(value, path, **f.metadata["bounds"])
         return value
 

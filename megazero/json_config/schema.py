@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from typing import Any
 
+from megazero.option import without_none
+
 # What a key does here.
 OBEYED = "obeyed"
 IF_GIVEN = "obeyed where given"  # the default is DeepSpeed's, and is not applied
@@ -63,9 +65,9 @@ def every_key(section: type, path: str = "") -> Iterator[tuple[str, Field]]:
     """All keys of a section and of the sections in it, by path; the sections themselves are left out."""
     hints = typing.get_type_hints(section)
     for name, f in keys(section):
-        inner = [hint for hint in (hints[f.name], *typing.get_args(hints[f.name])) if is_dataclass(hint)]
-        if inner:
-            yield from every_key(typing.cast(type, inner[0]), join(path, name))
+        kind = without_none(hints[f.name])
+        if is_dataclass(kind):
+            yield from every_key(typing.cast(type, kind), join(path, name))
         else:
             yield join(path, name), f
 
