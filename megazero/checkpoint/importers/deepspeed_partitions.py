@@ -139,21 +139,16 @@ def _counters(states: Iterable[dict[str, Any]], vectors: set[str], step: Any, wh
     return {name: max(values) for name, values in found.items()}
 
 
-class _Vector(NamedTuple):
-    """A vector in pieces, and where each of them begins."""
-
-    pieces: Sequence[Tensor]
-    begins: Sequence[int]
-
-    def cut(self, begin: int, end: int) -> list[Tensor]:
-        """Views of the elements [begin, end)."""
-        at = zip(self.pieces, self.begins, strict=True)
-        return [t[max(begin - b, 0) : end - b] for t, b in at if b < end and begin < b + t.numel()]
+def _cut(vector: Sequence[Tensor], begin: int, end: int) -> list[Tensor]:
+    """Views of the elements [begin, end) of a vector that consists of pieces."""
+    begins = accumulate((t.numel() for t in vector), initial=0)
+    at = zip(vector, begins, strict=False)  # the last of which is the end
+    return [t[max(begin - b, 0) : end - b] for t, b in at if b < end and begin < b + t.numel()]
 
 
-def _read(vectors: Sequence[_Vector], begin: int, numel: int, shape: Sequence[int]) -> Tensor:
+def _read(vectors: Sequence[Sequence[Tensor]], begin: int, numel: int, shape: Sequence[int]) -> Tensor:
     """The elements [begin, begin + numel) of each of `vectors`, joined, without padding, in fp32."""
-    pieces = [piece for vector in vectors for piece in vector.cut(begin, begin + numel)]
+    pieces = [piece for vector in vectors for piece in _cut(vector, begin, begin + numel)]
     joined = torch.cat([piece.float() for piece in pieces]) if pieces else torch.empty(0, device="cpu")
     return joined[: math.prod(shape)].view(tuple(shape))
 
@@ -168,11 +163,9 @@ def _split_readers(flat: list[list[Tensor]], shapes: Shapes, gaps: Any, where: s
             raise ValueError(f"{where} of rank {rank} has {found}.")
     for group, named in enumerate(shapes):
         partitions = [groups[group] for groups in flat]
-        size = partitions[0].numel()
-        vector = _Vector(partitions, [rank * size for rank in range(world)])
-        begin = 0
+        begin, size = 0, partitions[0].numel()
         for (name, shape), gap in zip(named.items(), gaps[group] if gaps else [0] * len(named), strict=True):
-            readers[name] = partial(_read, [vector], begin, math.prod(shape), shape)
+            readers[name] = partial(_read, [partitions], begin, math.prod(shape), shape)
             begin += math.prod(shape) + gap
         # All partitions are of one size, but files have those at the end without their padding, which may be all of them.
         covered = next((r * size + t.numel() for r, t in enumerate(partitions) if t.numel() != size), world * size)
@@ -185,17 +178,13 @@ def _split_readers(flat: list[list[Tensor]], shapes: Shapes, gaps: Any, where: s
 def _share_readers(flat: list[list[Tensor]], shapes: Shapes, where: str) -> dict[str, Read]:
     """Stage 3."""
     readers: dict[str, Read] = {}
-    ranks = []
-    for pieces in flat:
-        *begins, end = accumulate((t.numel() for t in pieces), initial=0)
-        ranks.append(_Vector(pieces, begins))
     begin = 0
     for name, shape in ((name, shape) for named in shapes for name, shape in named.items()):
-        share = -(-math.prod(shape) // len(ranks))
-        readers[name] = partial(_read, ranks, begin, share, shape)
+        share = -(-math.prod(shape) // len(flat))
+        readers[name] = partial(_read, flat, begin, share, shape)
         begin += share
-    for rank, vector in enumerate(ranks):
-        total = sum(t.numel() for t in vector.pieces)
+    for rank, pieces in enumerate(flat):
+        total = sum(piece.numel() for piece in pieces)
         if total != begin:
             raise ValueError(_wrong_size(f"{where} of rank {rank}", total, begin))
     return readers
