@@ -141,8 +141,7 @@ def _first_intact(
         if not is_damaged or not remaining:
             kind = CheckpointError if is_damaged else comm.OtherRankError
             raise error or kind(f"rank {rank} cannot load: {message}")
-        if torch.distributed.get_rank() == 0:  # every rank has the same message
-            logger.warning("%s Going back to the checkpoint before it.", message.rstrip())
+        logger.warning("%s Going back to the checkpoint before it.", message.rstrip(), extra=ALIKE)
 
 
 def _is_damage(error: Exception) -> bool:

@@ -111,8 +111,7 @@ def initialize(
     refuse_other_models(tensors, grouped[0], groups.data)  # here too, before the first rank's values are copied to all
     _place(model, groups, told)
     declare_cuts(model, groups)
-    if torch.distributed.get_rank() == 0:  # a script's own log may show every rank
-        logger.info("%s", told.describe())
+    logger.info("%s", told.describe(), extra=ALIKE)
     with given_back(optimizer):
         engine = DeepSpeedEngine(
             told,

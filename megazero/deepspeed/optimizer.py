@@ -127,9 +127,8 @@ def check_evaluation(config: JsonConfig, lr_scheduler: Any) -> None:
             f'zero_optimization.placement "auto" needs an optimizer: it plans from a training step. {remedy}; to evaluate only, '
             "drop it."
         )
-    if torch.distributed.get_rank() == 0:
-        in_vain = "; the configuration's scheduler has no effect" if config.scheduler is not None else ""
-        logger.info("there is no optimizer: the engine is for evaluation%s", in_vain)
+    in_vain = "; the configuration's scheduler has no effect" if config.scheduler is not None else ""
+    logger.info("there is no optimizer: the engine is for evaluation%s", in_vain, extra=ALIKE)
 
 
 def _unnamed(parameters: Any) -> list[Any]:
