@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
-import math
 import shutil
 import sys
 import textwrap
@@ -65,8 +64,7 @@ def _argparse_kind(field: Field, hint: Any) -> dict[str, Any]:
     kind: dict[str, Any] = {"help": text, "choices": choices}
     if typing.get_origin(hint) in (list, tuple):
         return {**kind, "nargs": "+", "type": typing.get_args(hint)[0]}
-    readers = {int: _integer, float: _finite}
-    read = _in_any_case(choices) if hint is str and choices else readers.get(hint, hint)
+    read = _in_any_case(choices) if hint is str and choices else _integer if hint is int else hint
     return {**kind, "type": read, "metavar": None if choices else hint.__name__.upper()}
 
 
@@ -78,14 +76,6 @@ def _integer(text: str) -> int:
         if (value := float(text)).is_integer():  # false for inf and nan
             return int(value)
     raise argparse.ArgumentTypeError(f"invalid int value: {text!r}")
-
-
-def _finite(text: str) -> float:
-    """As in JSON, nan and inf are refused: comparisons with nan are false, so that checks would let it pass."""
-    with suppress(ValueError):
-        if math.isfinite(value := float(text)):
-            return value
-    raise argparse.ArgumentTypeError(f"must be a finite number, got {text}")
 
 
 def _in_any_case(choices: Sequence[str]) -> Callable[[str], str]:
