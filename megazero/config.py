@@ -99,7 +99,7 @@ class TrainingConfig:
         "save and exit after the step that is in progress this many minutes after the ranks started",
         above=0,
     )
-    seed: int = option(1234, "seed of weights, data order and dropout")
+    seed: int = option(1234, "seed of weights, data order and dropout", at_least=0, at_most=2**32 - 1)
     deterministic_mode: bool = option(
         False,
         "use kernels and collectives whose results are reproducible bit for bit on GPUs too; slower (docs/training.md)",
@@ -140,8 +140,6 @@ class TrainingConfig:
             raise ValueError(
                 f"--profile-steps {self.profile_steps}: give the first and the last iteration to trace, as in 100-102, or one."
             )
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"--seed must lie between 0 and 2**32 - 1, got {self.seed}.")
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:

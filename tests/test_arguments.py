@@ -339,7 +339,7 @@ def test_flags_that_are_always_so_are_accepted():
         ("--init-method-std -1", "--init-method-std must be 0 or more"),
         ("--distributed-timeout-s 0", "--distributed-timeout-s must be above 0"),
         ("--distributed-timeout-s 1e14", "--distributed-timeout-s must be at most 1,000,000,000"),
-        ("--seed -1", "--seed must lie between 0"),
+        ("--seed -1", "--seed must be 0 or more, got -1"),
         ("--finetune", "--finetune takes the weights of a checkpoint: name its directory by --load"),
     ],
 )
