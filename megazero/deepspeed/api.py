@@ -20,7 +20,6 @@ from megazero.mpu.groups import ParallelGroups
 from megazero.zero.init import suspended
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import ReleasedParameter
-from megazero.zero.registry import bucket_of
 from megazero.zero.unfit import refuse_other_models, refuse_shared_memory, refuse_undense, refuse_wrapped
 from megazero.zero.units import target_dtype
 
@@ -200,16 +199,9 @@ def _check_values(model: nn.Module, config: JsonConfig) -> None:
             and parameter.requires_grad
         ):
             wanted = "fp16" if parameter.dtype == torch.float16 else "bf16"
-            bucket = bucket_of(parameter)
-            is_left = bucket is not None and bucket.schedule is None and bucket.is_trainable  # unlike zero.Init's
-            remedy = (
-                "build the model anew: the last initialize, which failed, has cast it"
-                if is_left
-                else "give an fp32 model"
-            )
             raise DeepSpeedConfigError(
                 f"Parameter {name!r} is {parameter.dtype}, but neither fp16 nor bf16 is enabled in the configuration. Add "
-                f'"{wanted}": {{"enabled": true}}, or {remedy}.'
+                f'"{wanted}": {{"enabled": true}}, or give an fp32 model: a new one, if an initialize that failed has cast it.'
             )
 
 
