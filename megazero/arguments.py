@@ -108,16 +108,8 @@ def _always_so() -> str:
     for flag, reason in ALWAYS_SO.items():
         flags.setdefault(reason, []).append(flag)
     width = shutil.get_terminal_size().columns - 2  # as in argparse
-    lines = [
-        textwrap.fill(
-            f"{', '.join(names)}: {reason}",
-            width,
-            initial_indent="  ",
-            subsequent_indent="      ",
-            break_on_hyphens=False,
-        )
-        for reason, names in flags.items()
-    ]
+    wrapper = textwrap.TextWrapper(width, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+    lines = [wrapper.fill(f"{', '.join(names)}: {reason}") for reason, names in flags.items()]
     return "\n".join(["Accepted, because what they ask for always happens:", *lines])
 
 
