@@ -15,8 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-
-from torch import Tensor
+from typing import Any
 
 from megazero.checkpoint.format import CONSTANT, bytes_of
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor, type_of_states
@@ -133,14 +132,15 @@ def _counters(states: States, weights: Mapping[str, SavedTensor]) -> dict[str, f
 def _add_constants(tensors: dict[str, ForeignTensor], weights: Mapping[str, SavedTensor]) -> dict[str, str]:
     """Adds the weights that have no states, and returns further names of tied ones: whose values another tensor has, too."""
     aliases: dict[str, str] = {}
-    first: dict[bytes, str] = {}  # by values
+    first: dict[Any, str] = {}  # by dtype, shape and values
     rest = [name for name in weights if name not in tensors]
     shapes = {weights[name].shape for name in rest}
     for name in [*tensors, *rest]:
         if weights[name].shape not in shapes:
             continue
         value = weights[name].read()
-        original = first.setdefault(_digest(value), name)
+        digest = hashlib.sha256(bytes_of(value.contiguous()).data).digest()
+        original = first.setdefault((value.dtype, value.shape, digest), name)
         if name in tensors:
             continue
         if original != name:
@@ -149,9 +149,3 @@ def _add_constants(tensors: dict[str, ForeignTensor], weights: Mapping[str, Save
         kind = "frozen" if value.is_floating_point() else "buffer"
         tensors[name] = ForeignTensor(weights[name].shape, kind, {CONSTANT: weights[name].read}, value.dtype)
     return aliases
-
-
-def _digest(value: Tensor) -> bytes:
-    digest = hashlib.sha256(f"{value.dtype} {tuple(value.shape)}".encode())
-    digest.update(bytes_of(value.contiguous()).data)
-    return digest.digest()
