@@ -108,7 +108,9 @@ def initialize(
     grouped = named_groups(param_groups, model)
     tensors = (*model.named_parameters(), *model.named_buffers())
     refuse_other_models(tensors, grouped[0], groups.data)  # here too, before the first rank's values are copied to all
-    _place(model, groups, told)
+    _check_values(model, told)
+    _move(model, comm.local_device(), told.buffer_dtype)
+    _as_on_first_rank(model, groups)
     declare_cuts(model, groups)
     logger.info("%s", told.describe(), extra=ALIKE)
     with given_back(optimizer):
@@ -178,13 +180,6 @@ def _check_local_rank(args: Any) -> None:
         raise DeepSpeedConfigError(
             f"args.local_rank is {given} and LOCAL_RANK in the environment is {found}. The launcher sets both; do not set either."
         )
-
-
-def _place(model: nn.Module, groups: ParallelGroups, config: JsonConfig) -> None:
-    """Checks the model's values, then moves it to its device and makes it equal on all ranks."""
-    _check_values(model, config)
-    _move(model, comm.local_device(), config.buffer_dtype)
-    _as_on_first_rank(model, groups)
 
 
 def _check_values(model: nn.Module, config: JsonConfig) -> None:
