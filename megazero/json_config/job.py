@@ -129,7 +129,7 @@ def _said_of_adam(section: OptimizerSection) -> list[tuple[str, str, Any]]:
 def _log_idle(config: JsonConfig, used: set[str], flags: Flags) -> None:
     """Logs the file's keys that have no effect in this job."""
     used = used | {*BATCH_KEYS.values(), STEPS_KEY}
-    unused = ((config.given - used) | config.idle) - flags.keys
+    unused = ((config.given - used) | config.idle) - flags.written.keys()
     elsewhere = ("fp16.", "optimizer.", "scheduler.")  # obeyed or refused as a whole
     idle = [
         key

@@ -45,7 +45,7 @@ class Flags:
         given: the flags that were given, by field name of `components`.
 
     Attributes:
-        keys: the paths of the document's keys that flags have been put into.
+        written: the flags that have been put into the document, each by the path of its key.
     """
 
     def __init__(self, path: str, given: Mapping[str, Any], components: Sequence[type], world_size: int) -> None:
@@ -53,14 +53,13 @@ class Flags:
         self.given = given
         self.world_size = world_size
         self._fields: dict[str, Field] = {f.name: f for component in components for f in fields(component)}
-        self._put: list[str] = []  # the flags put into the document so far
-        self.keys: set[str] = set()
+        self.written: dict[str, str] = {}
         self.describe_schedule = False  # if so, the file's is checked but not used
 
     @property
     def source(self) -> str:
         """The file, and the flags that have been put into it, for error messages."""
-        flags = ", ".join(dict.fromkeys(self._put))
+        flags = ", ".join(dict.fromkeys(self.written.values()))
         return f"--deepspeed_config {self.path}" + (f" with {flags}" if flags else "")
 
     def value(self, field: str) -> Any:
@@ -97,8 +96,7 @@ class Flags:
             if key in section and is_decided and section[key] != value:
                 self._wins(field, join(path, key), section[key])
             section[key] = value
-            self._put.append(self.text(field))
-            self.keys.add(join(path, key))
+            self.written[join(path, key)] = self.text(field)
 
     def write_into(self, document: dict[str, Any]) -> None:
         """Puts the flags into a document in the current forms: batch sizes, dtype, schedule, ZeRO's stage and homes.
