@@ -21,6 +21,17 @@ from megazero.zero.home import Vector
 from megazero.zero.layout import NO_GROUP, Segment, Span
 from megazero.zero.storage import is_same_memory, part_of
 
+# Of the user's own optimizer: a step would find no gradients and return as if it had trained, and its state is this rank's, which
+# on another rank would pass for that one's.
+_NO_STEP = (
+    "optimizer.step(): it was given to an engine, which has the gradients, so that it would train nothing. Call engine.step() "
+    "after every engine.backward(loss)."
+)
+_NO_STATES = (
+    "optimizer.state_dict() and load_state_dict(): it was given to an engine, which keeps its state in flat ranges, each rank "
+    "its own. Call engine.save_checkpoint(directory) and engine.load_checkpoint(directory) on every rank."
+)
+
 Counters = dict[str, float]  # the optimizer's scalar state: Adam's "step"; an int where it is one, and not a tensor
 
 
@@ -110,9 +121,9 @@ class SlicedOptimizer:
 
     def refuse_other_uses(self) -> None:
         """Makes the user's calls of the torch optimizer's step(), state_dict() and load_state_dict() errors, until `let_go`."""
-        torchs, states = self.torch_optimizer, _refuse_states_of(ref(self))
+        torchs, states = self.torch_optimizer, _refusal(ref(self), _NO_STATES)
         self._refusals = [
-            torchs.register_step_pre_hook(_refuse_unless_stepped_by(ref(self))),
+            torchs.register_step_pre_hook(_refusal(ref(self), _NO_STEP)),
             torchs.register_state_dict_pre_hook(states),
             torchs.register_load_state_dict_pre_hook(states),
         ]
@@ -372,29 +383,13 @@ class SlicedOptimizer:
                 group.update({key: int(value) for key, value in saved.items()})
 
 
-def _refuse_unless_stepped_by(owner: ref[SlicedOptimizer]) -> Callable:
-    """A hook for the user's own optimizer, whose step() would find no gradients and return as if it had trained."""
+def _refusal(owner: ref[SlicedOptimizer], message: str) -> Callable:
+    """A hook for the user's own optimizer, which raises wherever it is not the engine that steps it."""
 
     def refuse(*_: Any) -> None:
         sliced = owner()
         if sliced is not None and not sliced._steps_slices:
-            raise RuntimeError(
-                "optimizer.step(): it was given to an engine, which has the gradients, so that it would train nothing. "
-                "Call engine.step() after every engine.backward(loss)."
-            )
-
-    return refuse
-
-
-def _refuse_states_of(owner: ref[SlicedOptimizer]) -> Callable:
-    """A hook for the user's own optimizer, whose state is this rank's, and on another rank would pass for that one's."""
-
-    def refuse(*_: Any) -> None:
-        if owner() is not None:
-            raise RuntimeError(
-                "optimizer.state_dict() and load_state_dict(): it was given to an engine, which keeps its state in flat ranges, "
-                "each rank its own. Call engine.save_checkpoint(directory) and engine.load_checkpoint(directory) on every rank."
-            )
+            raise RuntimeError(message)
 
     return refuse
 
