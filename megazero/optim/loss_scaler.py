@@ -116,11 +116,11 @@ class LossScaler:
     scale_window = property(lambda self: self.window, doc="Clean steps after which the scale doubles.")
     min_loss_scale = property(lambda self: self.min_scale, doc="The scale never goes below this.")
 
-    def update(self, overflow: bool, where: str = "") -> None:
+    def update(self, overflow: bool, where: str = "an unknown place") -> None:
         """Adapts the scale to the outcome of one step.
 
         Args:
-            where: which gradient is not finite, for messages.
+            where: which gradient is not finite, if one is, for messages.
 
         Raises:
             FloatingPointError: a smaller scale cannot help: the scale is at its minimum (see `raise_error_at_min_scale`), or is
@@ -145,33 +145,31 @@ class LossScaler:
             self.hysteresis_left = self.hysteresis
 
     def _after_overflow(self, where: str) -> None:
-        place = f" in {where}" if where else ""
         if self.hysteresis_left > 0:
             left = counted(self.hysteresis_left, "more overflow")
             logger.info(
-                "gradient overflow%s: step skipped; %s until the loss scale %.0f halves", place, left, self.scale
+                "gradient overflow in %s: step skipped; %s until the loss scale %.0f halves", where, left, self.scale
             )
             return
         if self.scale <= self.min_scale:
             if self.raise_error_at_min_scale:
                 raise FloatingPointError(
                     "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run. The fp16 gradients "
-                    f"overflow even at the least scale, {self.min_scale} (first in {where or 'an unknown place'}): they are inf "
+                    f"overflow even at the least scale, {self.min_scale} (first in {where}): they are inf "
                     "or NaN themselves. Lower the learning rate (--lr), lengthen its warm-up, or compute in bf16 (--bf16)."
                 )
             logger.warning(
-                "gradient overflow%s at the least loss scale, %g: step skipped", place, self.scale, extra=ALIKE
+                "gradient overflow in %s at the least loss scale, %g: step skipped", where, self.scale, extra=ALIKE
             )
             return
         old, self.scale = self.scale, max(self.scale / 2, self.min_scale)
-        logger.info("gradient overflow%s: loss scale %.0f -> %.0f, step skipped", place, old, self.scale)
+        logger.info("gradient overflow in %s: loss scale %.0f -> %.0f, step skipped", where, old, self.scale)
 
     def _check_static(self, where: str) -> None:
         if self.overflows_in_a_row:
-            place = f" (first in {where})" if where else ""
             logger.warning(
-                "the gradient norm is not finite%s: step skipped (%d in a row)",
-                place,
+                "the gradient norm is not finite (first in %s): step skipped (%d in a row)",
+                where,
                 self.overflows_in_a_row,
                 extra=ALIKE,
             )
@@ -183,7 +181,7 @@ class LossScaler:
                 )
             raise FloatingPointError(
                 f"The gradients were inf or NaN in {self.overflows_in_a_row} steps in a row, the last time first in "
-                f"{where or 'an unknown place'}, and nothing was learned in them. {advice}"
+                f"{where}, and nothing was learned in them. {advice}"
             )
 
     def state_dict(self) -> dict[str, Any]:
