@@ -17,7 +17,6 @@ from megazero.zero.storage import is_same_memory, storage_id
 if TYPE_CHECKING:
     from megazero.zero.bucket import Bucket
     from megazero.zero.layout import Segment
-    from megazero.zero.schedule import Schedule
 
 
 class ZeroParamStatus(Enum):
@@ -239,25 +238,19 @@ def _writes(func: Callable, first: Any, target: nn.Parameter) -> bool:
     return is_written_through or _is_in_place(func, first, target) or func.__name__ in ("__set__", "__setitem__")
 
 
-def _schedule_of(parameter: nn.Parameter) -> Schedule | None:
-    bucket = bucket_of(parameter)
-    return None if bucket is None else bucket.schedule
-
-
-def _is_in_forward(parameter: nn.Parameter) -> bool:
-    schedule = _schedule_of(parameter)
-    return schedule is not None and schedule.forwards.innermost is not None
-
-
 def _is_told(func: Callable, parameter: nn.Parameter) -> bool:
     """Whether this question about the shape is answered with the full one."""
-    return _is_in_forward(parameter) or ((bool(writers) or func in _DIMENSIONS) and _record(parameter) is not None)
+    bucket = bucket_of(parameter)
+    if bucket is None:
+        return False
+    is_in_forward = bucket.schedule is not None and bucket.schedule.forwards.innermost is not None
+    return is_in_forward or bool(writers) or func in _DIMENSIONS
 
 
 def _gather_for_reading(parameter: nn.Parameter) -> bool:
     """Gathers the parameter if a forward that may read it is under way; returns whether one is."""
-    schedule = _schedule_of(parameter)
-    return schedule is not None and schedule.gather_external(parameter)
+    bucket = bucket_of(parameter)
+    return bucket is not None and bucket.schedule is not None and bucket.schedule.gather_external(bucket, parameter)
 
 
 def _stays(func: Callable, args: tuple, kwargs: dict, target: nn.Parameter) -> bool:

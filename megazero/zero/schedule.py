@@ -234,8 +234,8 @@ class Schedule:
         """Whether a forward or a backward runs now."""
         return self.forwards.innermost is not None or in_backward()
 
-    def gather_external(self, parameter: nn.Parameter) -> bool:
-        """Makes a released parameter whole for the forward under way, now and whenever it runs again.
+    def gather_external(self, bucket: Bucket, parameter: nn.Parameter) -> bool:
+        """Makes a released parameter of `bucket` whole for the forward under way, now and whenever it runs again.
 
         In a backward, until that is over: a unit that ran twice and recomputes only a part of itself gets the gradients of that
         part once for each run, and so may be released before the second.
@@ -243,10 +243,9 @@ class Schedule:
         Returns:
             Whether it did; False outside of a forward and a backward.
         """
-        module, bucket = self.forwards.innermost, bucket_of(parameter)
-        if bucket is None or not self.is_under_way:
+        if not self.is_under_way:
             return False
-        if module is not None:
+        if (module := self.forwards.innermost) is not None:
             if not any(parameter is known for known in external_parameters(module)):
                 logger.info(
                     "%s reads %s of unit %s, which from now on is whole from there to the end of a step's backward",
