@@ -78,7 +78,7 @@ class Way:
         group_of, settings = weight_decay_groups(model, 0.1)
         groups = mpu.get_groups()
         zero = ZeroConfig(stage=2)
-        plans = plan_buckets(model, select_units(model, None), 1, group_of, set(), zero)
+        plans = plan_buckets(model, select_units(model, None), 1, group_of, zero)
         homes = Homes(optimizer=home, tile_numel=tile)
         self.buckets = build_buckets(plans, comm.Channel(groups.data), zero, homes)
         settings = [{**group, "lr": 1e-3} for group in settings]

@@ -139,9 +139,9 @@ class Engine:
             units,
             num_shards,
             group_of,
+            self.zero,
+            dtype,
             replicated=set(group_of) - set(cuts),
-            zero=self.zero,
-            dtype=dtype,
             matrices=matrices_of(group_of, group_settings),
         )
         plans = share_buckets(plans, self.zero.shared_numel(groups.data_parallel_size))

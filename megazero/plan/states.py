@@ -50,7 +50,7 @@ def gpt2_buckets(
     zero = replace(zero, model_persistence_threshold=None)
     matrices = matrices_of(*groups)
     num_shards = zero.num_shards(data_parallel_size)
-    plans = plan_buckets(one, find_units(one), num_shards, groups[0], replicated=(), zero=zero, matrices=matrices)
+    plans = plan_buckets(one, find_units(one), num_shards, groups[0], zero, matrices=matrices)
     blocks = [plan for plan in plans if plan.unit != ROOT]
     per_block = 1 + max(plan.unit for plan in blocks)
     layers = reversed(range(model.num_layers))

@@ -146,16 +146,7 @@ def plan_memory(
     )
     groups = dict.fromkeys((name for name, _ in model.named_parameters()), 0) if group_of is None else dict(group_of)
     units = select_units(model, zero_units)
-    plans = plan_buckets(
-        model,
-        units,
-        settings.num_shards,
-        groups,
-        replicated=(),
-        zero=zero,
-        dtype=dtype,
-        matrices=matrices,
-    )
+    plans = plan_buckets(model, units, settings.num_shards, groups, zero, dtype, matrices=matrices)
     return memory_of_buckets(share_buckets(plans, zero.shared_numel(data_parallel_size)), settings)
 
 

@@ -167,9 +167,9 @@ def plan_buckets(
     units: Sequence[nn.Module],
     num_shards: int,
     group_of: dict[str, int],
-    replicated: Iterable[str],
     zero: ZeroConfig,
     dtype: torch.dtype | None = None,
+    replicated: Collection[str] = (),
     matrices: Collection[str] = (),
 ) -> list[BucketPlan]:
     """One bucket per unit, dtype, requires_grad, sharding and optimizer, in the order of backward: last unit first, root last.
@@ -180,8 +180,8 @@ def plan_buckets(
     Args:
         num_shards: number of ranks that sharded states are divided among.
         group_of: index of the optimizer's parameter group, by full parameter name. A parameter in no group is not trained.
-        replicated: names of the parameters that are equal on every tensor-parallel rank.
         dtype: of the buckets' P, to which parameters are converted (`target_dtype`); None keeps the parameters' own dtypes.
+        replicated: names of the parameters that are equal on every tensor-parallel rank.
         matrices: names of the parameters that Muon updates. They get buckets of their own, because Muon keeps one moment and
             AdamW two.
     """
@@ -197,8 +197,7 @@ def plan_buckets(
         if unit == ROOT and any(kind.unit != ROOT for kind in members):
             behind.add(name)
     names = {module: name for name, module in model.named_modules()}
-    replicated, tiles = set(replicated), _linear_tiles_in(model)
-    plans = []
+    plans, tiles = [], _linear_tiles_in(model)
     for kind in sorted(members, key=lambda kind: (-kind.unit, str(kind[1:]))):  # the same order on every rank
         entries = [(n, shape_of(p), group_of.get(n, NO_GROUP), n in replicated) for n, p in members[kind].items()]
         grad_dtype = torch.float32 if zero.grad_dtype == "fp32" else kind.dtype

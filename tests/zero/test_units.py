@@ -40,7 +40,7 @@ def test_a_module_with_several_names_is_a_unit_once_and_none_inside_of_another()
     model.critic, critic.body = critic, model.body
     model.last = model.body.layers[1][0]
     assert names_of_units(model) == ["body.layers.0", "body.layers.1"]
-    plans = plan_buckets(model, find_units(model), 2, {}, [], ZeroConfig())
+    plans = plan_buckets(model, find_units(model), 2, {}, ZeroConfig())
     assert [plan.name for plan in plans] == ["body.layers.1", "body.layers.0"], "nothing is left to the root"
 
 
@@ -56,7 +56,7 @@ def test_parametrized_modules_stay_whole():
     normed = lambda n=2: parametrizations.weight_norm(nn.Linear(n, n))  # noqa: E731
     layers = nn.Sequential(*[normed() for _ in range(3)])
     assert names_of_units(layers) == ["0", "1", "2"]
-    assert sorted(plan.name for plan in plan_buckets(layers, find_units(layers), 2, {}, [], ZeroConfig())) == [
+    assert sorted(plan.name for plan in plan_buckets(layers, find_units(layers), 2, {}, ZeroConfig())) == [
         "0",
         "1",
         "2",
@@ -123,7 +123,7 @@ def test_units_may_return_sparse_tensors(one_rank):
 
 def shared(layers: nn.Module, most_numel: int, matrices: tuple[str, ...] = ()) -> list[BucketPlan]:
     groups = dict.fromkeys((name for name, _ in layers.named_parameters()), 0)
-    plans = plan_buckets(layers, find_units(layers), 1, groups, [], ZeroConfig(1), matrices=matrices)
+    plans = plan_buckets(layers, find_units(layers), 1, groups, ZeroConfig(1), matrices=matrices)
     return share_buckets(plans, most_numel)
 
 
