@@ -70,13 +70,7 @@ class Schedule:
         zero: sets which collectives travel while the model computes, and how much is gathered ahead and kept.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[nn.Module],
-        buckets: list[Bucket],
-        zero: ZeroConfig,
-    ) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[nn.Module], buckets: list[Bucket], zero: ZeroConfig) -> None:
         self.buckets = buckets
         self._overlaps_comm = zero.overlap_comm
         self.waiting = Waiting()
@@ -86,8 +80,7 @@ class Schedule:
         for bucket in buckets:
             self._of_unit[bucket.unit].append(bucket)
         self._sharded = [bucket for bucket in buckets if bucket.sharding.parameters]
-        by_unit = (self._of_unit[index] for index in range(len(units)))
-        sizes = [sum(b.layout.numel for b in buckets if b.sharding.parameters) for buckets in by_unit]
+        sizes = [sum(b.layout.numel for b in self._of_unit[i] if b.sharding.parameters) for i in range(len(units))]
         self.residency = Residency(sizes, zero.gather_limits)
         self._linear_tiles = {bucket.unit for bucket in buckets if bucket.plan.is_linear_tile}  # units
         self._handles: list[Any] = []
