@@ -166,7 +166,7 @@ class Engine:
             self.lr_scheduler = lr_scheduler(self._optimizer) if lr_scheduler else None
             refuse_other_optimizers(self._optimizer.torch_optimizer)
             if isinstance(self._optimizer.torch_optimizer, Muon):
-                self._optimizer.torch_optimizer.orthogonalize = Orthogonal(self._optimizer, cuts, groups.model)
+                self._optimizer.attributes["orthogonalize"] = Orthogonal(self._optimizer, cuts, groups.model)
         except BaseException:  # from the caller's optimizer or schedule
             leave(self.buckets)
             raise

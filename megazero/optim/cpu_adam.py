@@ -29,8 +29,8 @@ class CPUAdam(torch.optim.Optimizer):
         fp32_optimizer_states: keep the moments of 16-bit parameters in fp32; else in the parameter's dtype.
 
     Attributes:
-        on_any_device: parameters may lie on any device, each updated where it lies. An engine sets it while it has the optimizer:
-            a part of the states may stay on the device.
+        on_any_device: parameters may lie on any device, each updated where it lies. An engine sets it while it steps: a part
+            of the states may stay on the device.
 
     Raises:
         ValueError: amsgrad is asked for, or a number is out of its range.

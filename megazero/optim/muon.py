@@ -51,7 +51,8 @@ class Muon(torch.optim.AdamW):
     """Muon (K. Jordan et al. 2024) for parameter groups with `use_muon`, AdamW for the others.
 
     The numbers are those of torch.optim.Muon and torch.optim.AdamW. A step is elementwise except for the part that makes matrices
-    orthogonal. An engine, whose parameters are flat ranges instead of matrices, replaces that part: it sets `orthogonalize`.
+    orthogonal. An engine, whose parameters are flat ranges instead of matrices, replaces that part: it sets `orthogonalize` while
+    it steps.
 
     Args:
         params: groups; those with `use_muon: True` hold the matrices of hidden layers, and no embeddings, biases or norms.

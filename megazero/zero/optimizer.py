@@ -117,19 +117,9 @@ class BucketOptimizer(SlicedOptimizer):
         super().__init__(buckets, factory, group_settings)
         if not allow_untested:
             refuse_untested(self.torch_optimizer)
-        if isinstance(self.torch_optimizer, CPUAdam):
-            self.torch_optimizer.on_any_device = True  # a part of O may stay on the device, or come to it
         is_fused = all(group.get("fused") for group in self.param_groups)
         self.scales_itself = type(self.torch_optimizer) in TORCH_ADAMS and is_fused
         self.refuse_unfit(later=zero.delays_update)
-
-    def let_go(self) -> None:
-        """Returns the torch optimizer to its owner, without any reference to the engine."""
-        super().let_go()
-        if isinstance(self.torch_optimizer, Muon):
-            self.torch_optimizer.orthogonalize = None
-        if isinstance(self.torch_optimizer, CPUAdam):
-            self.torch_optimizer.on_any_device = type(self.torch_optimizer).on_any_device
 
     if not TYPE_CHECKING:  # a type checker would accept every misspelled name
 

@@ -68,6 +68,7 @@ class SlicedOptimizer:
         torch_optimizer: the optimizer that `factory` returned.
         slices: the torch optimizer's parameters, and the slices of frozen parameters that have state.
         slices_of: the same by bucket.
+        attributes: those that the torch optimizer has for the duration of each step.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class SlicedOptimizer:
             [{**settings, "params": self._masters(index)} for index, settings in enumerate(group_settings)]
         )
         self._steps_slices = False  # step_slices() is under way
+        self.attributes: dict[str, Any] = {"on_any_device": True}  # CPUAdam's: a part of O may lie on the device
         self._refusals: list[RemovableHandle] = []
         self._counts_in_group = type(self.torch_optimizer).__module__.startswith("apex")
         self._counts_in_tensors = isinstance(self.torch_optimizer, TORCH_ELEMENTWISE)
@@ -109,7 +111,8 @@ class SlicedOptimizer:
         return self.torch_optimizer.state
 
     def step_slices(self, **attributes: Any) -> None:
-        """Runs the torch optimizer's step over the slices that were given a gradient, with these attributes until its end."""
+        """Runs the torch optimizer's step over the slices that were given a gradient, with these attributes too until its end."""
+        attributes |= self.attributes
         self._steps_slices = True
         vars(self.torch_optimizer).update(attributes)
         try:
@@ -148,6 +151,7 @@ class SlicedOptimizer:
         """Returns the torch optimizer to its owner, with the model's parameters in place of the slices, and without state."""
         for refusal in self._refusals:
             refusal.remove()
+        self.attributes.clear()  # of which Orthogonal refers to this object
         slices = {id(piece.master) for piece in self.slices}
         for index, group in enumerate(self.param_groups):
             mine = [b.parameters[s.name] for b in self.buckets for s in b.layout.segments if s.group == index]
