@@ -175,9 +175,8 @@ def _reader_of(bucket: Bucket) -> nn.Module | None:
 
 def _changed(bucket: Bucket) -> list[str]:
     """Parameters whose gathered values differ from this rank's shard, bit for bit; each rank looks at its own part."""
-    assert bucket.weights.shard is not None, "what is whole anyway is not looked at"
     now = bucket.weights.part
-    with bucket.weights.shard.at_hand() as shard:
+    with bucket.weights.owned() as shard:
         before = shard.to(now)
         if torch.equal(now.view(torch.uint8), before.view(torch.uint8)):
             return []

@@ -114,11 +114,10 @@ class ReleasedParameter(nn.Parameter):
     def ds_tensor(self) -> Tensor:
         """A copy of the parameter's part in this rank's shard of the bucket; 1-D, possibly empty."""
         bucket, segment = _place(self)
-        start, stop = bucket.layout.shard_range(bucket.channel.rank)
-        low, high = segment.clip(start, stop)
-        assert bucket.weights.shard is not None, "only what is sharded is ever released"
+        start = bucket.owned_range.start
+        low, high = segment.clip(start, bucket.owned_range.stop)
         bucket.await_update()
-        with bucket.weights.shard.at_hand(low - start, high - start) as part:
+        with bucket.weights.owned(low - start, high - start) as part:
             return part.to(bucket.weights.flat.dtype, copy=True)
 
 
