@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megazero.nested import mapped, tensors_in
 from megazero.zero.registry import bucket_of
-from megazero.zero.storage import is_same_memory, storage_id
+from megazero.zero.storage import is_same_view, storage_id
 
 if TYPE_CHECKING:
     from megazero.zero.bucket import Bucket
@@ -281,7 +281,7 @@ def _written(parameter: nn.Parameter, func: Callable, args: tuple, kwargs: dict)
     def kept(item: Any, position: int | None) -> Any:
         if not isinstance(item, Tensor) or item is parameter or storage_id(item) != storage_id(parameter):
             return item
-        same = next((view for view in views if _is_same_view(view.taken(), item)), None)
+        same = next((view for view in views if is_same_view(view.taken(), item)), None)
         if same is not None:
             return same
         if views and _is_in_place(func, views[0], views[0]):
@@ -296,10 +296,6 @@ def _written(parameter: nn.Parameter, func: Callable, args: tuple, kwargs: dict)
         return kept(result, None)
 
     return writers[-1](parameter, call) if isinstance(parameter, ReleasedParameter) else call()
-
-
-def _is_same_view(a: Tensor, b: Tensor) -> bool:
-    return is_same_memory(a, b) and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 
 
 def _message(func: Callable, parameter: nn.Parameter | None) -> str:

@@ -17,6 +17,11 @@ def is_same_memory(a: Tensor, b: Tensor, start: int = 0) -> bool:
     return storage_id(a) == storage_id(b) and a.storage_offset() == b.storage_offset() + start
 
 
+def is_same_view(a: Tensor, b: Tensor) -> bool:
+    """Whether both are the same elements of one storage, read in the same way."""
+    return is_same_memory(a, b) and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
 def part_of(values: Tensor, start: int, segment: Segment) -> tuple[Tensor, slice]:
     """A parameter's part of a bucket's elements from `start` on: a 1-D view, and where it lies in the flattened parameter."""
     low, high = segment.clip(start, start + values.numel())

@@ -21,7 +21,7 @@ from megazero.zero.arrival import Arrival
 from megazero.zero.home import Home, MemoryHome, Vector, moved
 from megazero.zero.layout import Segment
 from megazero.zero.parameter import ArrivingParameter, ReleasedParameter, asked_directly
-from megazero.zero.storage import is_same_memory, view_of
+from megazero.zero.storage import is_same_view, view_of
 from megazero.zero.units import BucketPlan
 
 ON_THE_WAY = 2**31  # added to the versions of parameters that no backward may read yet; other versions are lower
@@ -183,8 +183,7 @@ class Weights:
         found = {}
         for name, parameter in self.parameters.items():
             view = self.views[name]
-            is_view = parameter.shape == view.shape and parameter.stride() == view.stride()
-            if not (is_view and is_same_memory(parameter, view)):
+            if not is_same_view(parameter, view):
                 found[name] = parameter.detach().clone()
                 parameter.data = view
         return found
