@@ -15,6 +15,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 MOMENTUM = "momentum_buffer"  # the state of a matrix
 ADJUST_LR = ("original", "match_rms_adamw")
 
+_Matrix = tuple[dict[str, Any], Tensor, Tensor]  # its group, the parameter, and the direction to make orthogonal
+
 
 def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
     """U S V^T with all singular values S moved towards 1, in bf16 (kellerjordan.github.io/posts/muon, "Newton-Schulz").
@@ -60,14 +62,14 @@ class Muon(torch.optim.AdamW):
         betas, eps: for the other groups.
 
     Attributes:
-        orthogonalize: replaces each given parameter's `grad`, the direction to make orthogonal, with the step to take at a
-            learning rate of 1; None if parameters are whole matrices.
+        orthogonalize: replaces each given direction, a parameter's `grad`, with the step to take at a learning rate of 1; None if
+            parameters are whole matrices.
 
     Raises:
         ValueError: a setting is out of range.
     """
 
-    orthogonalize: Callable[[Sequence[Tensor]], None] | None = None
+    orthogonalize: Callable[[Sequence[_Matrix]], None] | None = None
 
     def __init__(
         self,
@@ -121,22 +123,20 @@ class Muon(torch.optim.AdamW):
                 direction.lerp_(buffer, momentum)
             else:
                 direction.copy_(buffer)
-        (self.orthogonalize or self._orthogonalize_whole)([parameter for _, parameter, _ in matrices])
+        (self.orthogonalize or _orthogonalize_whole)(matrices)
         for group, parameter, direction in matrices:
             parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
             parameter.grad = None  # so that AdamW skips it
         inspect.unwrap(torch.optim.AdamW.step)(self)  # super().step() would run hooks a second time
         return loss
 
-    def _orthogonalize_whole(self, parameters: Sequence[Tensor]) -> None:
-        """What takes the place of `orthogonalize` without an engine: parameters are whole matrices."""
-        group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}
-        for parameter in parameters:
-            direction, group = parameter.grad, group_of[parameter]
-            assert direction is not None
-            if direction.ndim != 2:
-                raise ValueError(
-                    f"Muon takes matrices, and a group with use_muon has a parameter of shape {tuple(direction.shape)}."
-                )
-            direction.copy_(orthogonalized(direction, group["ns_steps"]))
-            direction.mul_(rate_factor(group["adjust_lr_fn"], *direction.shape))
+
+def _orthogonalize_whole(matrices: Sequence[_Matrix]) -> None:
+    """What takes the place of `orthogonalize` without an engine: parameters are whole matrices."""
+    for group, _, direction in matrices:
+        if direction.ndim != 2:
+            raise ValueError(
+                f"Muon takes matrices, and a group with use_muon has a parameter of shape {tuple(direction.shape)}."
+            )
+        direction.copy_(orthogonalized(direction, group["ns_steps"]))
+        direction.mul_(rate_factor(group["adjust_lr_fn"], *direction.shape))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from heapq import heapreplace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class Orthogonal:
     def _matrices(self, bucket: Bucket) -> list[Segment]:
         return [s for s in bucket.layout.segments if self._is_muons(s) and self._optimizer.is_trained(s)]
 
-    def __call__(self, _: Sequence[Tensor]) -> None:
+    def __call__(self, _: Sequence[Any]) -> None:
         """Replaces the directions of all matrices; the next bucket's are gathered while this one's are worked on."""
         buckets = self._buckets
         loads = [(0, rank) for rank in range(self._optimizer.buckets[0].channel.num_ranks)]  # a heap
