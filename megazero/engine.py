@@ -175,16 +175,8 @@ class Engine:
         for bucket in self.buckets:
             bucket.optimizer = self._optimizer
         self.schedule = Schedule(model, units, self.buckets, self.zero)
-        if meter is not None and self.homes.optimizer is not None:
-            self.placement = Placement(
-                self.schedule,
-                self._optimizer,
-                self.zero,
-                meter,
-                self.homes.optimizer,
-                groups.data,
-                gradient_accumulation_steps,
-            )
+        if meter is not None and (host := self.homes.optimizer) is not None:
+            self.placement = Placement(self.schedule, self._optimizer, self.zero, meter, host, self._accumulation_steps)
         self._checkpointed = TrainingState(
             model, groups, cuts, tile_places(model), self.buckets, self._optimizer, self.lr_scheduler, self.zero.stage
         )

@@ -54,7 +54,6 @@ class Placement:
 
     Args:
         host: where states rest if they have no room on the device.
-        group: the ranks that gather together.
         micro_batches: of a step.
     """
 
@@ -65,7 +64,6 @@ class Placement:
         config: ZeroConfig,
         meter: Meter,
         host: Home,
-        group: comm.ProcessGroup,
         micro_batches: int,
     ) -> None:
         self._schedule, self._optimizer, self._host, self._micro_batches = schedule, optimizer, host, micro_batches
@@ -88,7 +86,7 @@ class Placement:
             nbytes=by_unit(sharded, lambda bucket: bucket.weights.flat.nbytes),
             meter=meter,
             model_bytes=self.model_bytes,
-            group=group,
+            group=schedule.buckets[0].channel.group,
             make_plan=partial(
                 plan_placement,
                 optimizer_bytes=by_unit(self._trained, lambda bucket: STATE_BYTES * bucket.owned_numel),
