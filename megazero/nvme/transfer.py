@@ -143,12 +143,7 @@ class Requests:
         self._under_way: set[Transfer] = set()
 
     def start(
-        self,
-        kind: Kind,
-        view: memoryview,
-        offset: int,
-        after: Transfer | None,
-        ready: Callable[[], None] | None = None,
+        self, kind: Kind, view: memoryview, offset: int, after: Transfer | None, ready: Callable[[], None] | None
     ) -> Transfer:
         """A transfer between `view` and the file at `offset`, whose requests are made when `after` has ended well.
 
