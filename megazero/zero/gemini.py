@@ -115,11 +115,8 @@ class Gemini(Residency):
         self.plan: Plan | None = None
         self._is_for_sums = False  # the plan has room for the sums of several iterations
         # An iteration is traced, or follows the plan, or has left it; then both are None until its end.
-        self._tracer: Tracer | None = self._new_tracer()
+        self._tracer: Tracer | None = Tracer(meter, model_bytes)
         self._replay: Replay | None = None
-
-    def _new_tracer(self) -> Tracer:
-        return Tracer(self._meter, self._model_bytes)
 
     def ahead(self, index: int, step: int, live: int, trains: bool = True) -> list[int]:
         """Units to gather now: what the plan, which excludes the root, fetches; without a plan, what the limits allow."""
@@ -163,7 +160,7 @@ class Gemini(Residency):
                 logger.info("placement: %s The next iteration is traced", deviation)
                 self._replay = None
         if self._replay is None:
-            self._tracer = self._new_tracer()
+            self._tracer = Tracer(self._meter, self._model_bytes)
         else:
             self.make_room_for_sums()
 
