@@ -165,12 +165,11 @@ class Kept:
         self._storage, self._channel = storage, channel
         self._parts, self._part = (channel.size, channel.rank) if channel else (1, 0)
         self._places: list[_Place] = []
-        end = 0
+        self.nbytes = 0
         for x in tensors:
-            place = _Place.of(x, self._parts, -(-end // _ALIGNMENT) * _ALIGNMENT)
+            place = _Place.of(x, self._parts, self.nbytes)
             self._places.append(place)
-            end = place.stop
-        self.nbytes = -(-end // _ALIGNMENT) * _ALIGNMENT
+            self.nbytes = -(-place.stop // _ALIGNMENT) * _ALIGNMENT
         self._rest = rest = storage.rest(self.nbytes)
         storage.kept_bytes += self.nbytes
         buffer = rest.buffer()
