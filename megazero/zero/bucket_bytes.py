@@ -47,12 +47,8 @@ class StateSettings:
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("data_parallel_size", 1),
-            ("states_per_element", 0),
-            ("recomputed_together", 1),
-            ("micro_batches", 1),
-        ):
+        for name in ("data_parallel_size", "states_per_element", "recomputed_together", "micro_batches"):
+            least = 0 if name == "states_per_element" else 1
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}.")
         self.zero.num_shards(self.data_parallel_size)
