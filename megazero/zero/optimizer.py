@@ -117,6 +117,8 @@ class BucketOptimizer(SlicedOptimizer):
         super().__init__(buckets, factory, group_settings)
         if not allow_untested:
             refuse_untested(self.torch_optimizer)
+        if isinstance(self.torch_optimizer, CPUAdam):
+            self.attributes["on_any_device"] = True  # a part of O may stay on the device, or come to it
         is_fused = all(group.get("fused") for group in self.param_groups)
         self.scales_itself = type(self.torch_optimizer) in TORCH_ADAMS and is_fused
         self.refuse_unfit(later=zero.delays_update)

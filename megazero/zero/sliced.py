@@ -84,7 +84,7 @@ class SlicedOptimizer:
             [{**settings, "params": self._masters(index)} for index, settings in enumerate(group_settings)]
         )
         self._steps_slices = False  # step_slices() is under way
-        self.attributes: dict[str, Any] = {"on_any_device": True}  # CPUAdam's: a part of O may lie on the device
+        self.attributes: dict[str, Any] = {}
         self._refusals: list[RemovableHandle] = []
         self._counts_in_group = type(self.torch_optimizer).__module__.startswith("apex")
         self._counts_in_tensors = isinstance(self.torch_optimizer, TORCH_ELEMENTWISE)
