@@ -53,13 +53,14 @@ class ModelWatch:
 
     def _requires_grad(self) -> tuple[bool, ...]:
         with asked_directly():
-            return tuple(b.parameters[s.name].requires_grad for b in self._buckets for s in b.layout.segments)
+            return tuple(p.requires_grad for bucket in self._buckets for p in bucket.parameters.values())
 
     def _warn_of_untrained(self, now: tuple[bool, ...]) -> None:
         """Warns of parameters that have been unfrozen but were never passed to an optimizer."""
-        segments = [segment for bucket in self._buckets for segment in bucket.layout.segments]
-        changes = zip(segments, now, self._trained, strict=True)
-        untrained = [s.name for s, new, old in changes if new and not old and s.group == NO_GROUP]
+        places = [(bucket, parameter) for bucket in self._buckets for parameter in bucket.parameters.values()]
+        unfrozen = [place for place, new, old in zip(places, now, self._trained, strict=True) if new and not old]
+        segments = [bucket.segment_of(parameter) for bucket, parameter in unfrozen]
+        untrained = [segment.name for segment in segments if segment.group == NO_GROUP]
         if untrained:
             logger.warning(
                 "%s: requires a gradient now, but was in no parameter group when the engine was made, and is not trained. Give "
