@@ -14,6 +14,10 @@ from pathlib import Path
 PROC = Path("/proc")
 # They ask a job to end, at its launcher or at a rank. Batch systems send the last two if told to: #SBATCH --signal=USR1@120.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# What processes that read or compute for another one need, for its error when they cannot be started.
+WORKERS_NEED = (
+    "files and processes within `ulimit` (-n, -u), and room for a socket in a folder of a short name (TMPDIR)"
+)
 
 
 def end_with_parent(number: signal.Signals, parent: int | None) -> None:

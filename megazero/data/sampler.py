@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from megazero.children import WORKERS_NEED
 from megazero.logging import counted
 
 T = TypeVar("T")
@@ -86,8 +87,8 @@ def until_exhausted(loader: Iterable[T], name: str) -> Iterator[T]:
         OSError: processes that read ahead cannot be started, or find no room for what they read.
     """
     ways = (
-        "They need shared memory, /dev/shm (docker run --shm-size=1g), files and processes within `ulimit` (-n, -u), and room "
-        "for a socket in a folder of a short name (TMPDIR). With --num-workers 0 the ranks read themselves."
+        f"They need shared memory, /dev/shm (docker run --shm-size=1g), {WORKERS_NEED}. With --num-workers 0 the ranks read "
+        "themselves."
     )
     count = 0
     try:

@@ -15,7 +15,7 @@ from multiprocessing import current_process, get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from megazero.children import blocked
+from megazero.children import WORKERS_NEED, blocked
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -26,10 +26,7 @@ _UNGUARDED = (
     "a worker process died before its work began; its own message is above. Workers run the main script again: put what it does, "
     "and what starts them, under if __name__ == '__main__'."
 )
-_NEEDS = (
-    "They need files and processes within `ulimit` (-n, -u), and room for a socket in a folder of a short name (TMPDIR). With "
-    "--workers 1 there are none."
-)
+_NEEDS = f"They need {WORKERS_NEED}. With --workers 1 there are none."
 
 
 def ordered_map(function: Callable[[A], B], items: Iterable[A], workers: int) -> Generator[tuple[A, B], None, None]:
