@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def saved(tmp_path_factory) -> tuple[Path, dict[str, list]]:
     return folder, run_ranks(2, save_case, str(folder), 1, 3)[0]
 
 
-def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+def run_script(folder: Path, *arguments: str, stdout: Any = subprocess.PIPE) -> subprocess.CompletedProcess:
     """`./zero_to_fp32.py` in its directory; -I: neither the working directory nor PYTHONPATH leads to this package."""
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     environment.pop("PYTHONPATH", None)
@@ -55,7 +56,8 @@ def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
         "runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     command = [sys.executable, "-I", "-c", code, "zero_to_fp32.py", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    kept = {"stdout": stdout, "stderr": subprocess.PIPE}
+    return subprocess.run(command, cwd=folder, env=environment, text=True, timeout=120, **kept)
 
 
 def check(state: dict[str, torch.Tensor], weights: dict[str, list], tied: bool = True) -> None:
@@ -108,6 +110,13 @@ def test_the_script_runs_in_its_directory_and_writes_the_file_of_the_tutorial(sa
     assert sorted(p.name for p in folder.iterdir() if p.name[0] != ".") == [
         *("global_step1", "latest", "pytorch_model.bin", "zero_to_fp32.py")
     ]
+
+
+def test_the_script_goes_on_where_what_it_says_cannot_be_written(saved, tmp_path):
+    with open("/dev/full", "w") as full:
+        done = run_script(saved[0], ".", str(tmp_path / "w.bin"), stdout=full)
+    assert (done.returncode, done.stderr) == (0, "")
+    check(torch.load(tmp_path / "w.bin", weights_only=True), saved[1])
 
 
 def test_the_script_writes_safetensors_in_one_file_and_in_shards(saved, tmp_path):
