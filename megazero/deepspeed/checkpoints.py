@@ -192,10 +192,14 @@ class CheckpointingEngine(Engine):
                 or ranks were given other names. Nothing has been written in that case.
         """
         known, state_dict = self.module.state_dict(keep_vars=True), dict(state_dict)
-        errors = cut_whole(state_dict, {name: p for name, p in self._checkpointed.tiles.items() if name in known})
-        if errors:
-            raise RuntimeError(f"load_module_state_dict: {' '.join(errors)}")
+
+        def cut() -> None:
+            errors = cut_whole(state_dict, {name: p for name, p in self._checkpointed.tiles.items() if name in known})
+            if errors:
+                raise RuntimeError(f"load_module_state_dict: {' '.join(errors)}")
+
         self._refuse_changed_model("load_module_state_dict()")
         self.channel.meet("load_module_state_dict")
+        comm.together(cut)
         self._optimizer.finish()
         access.load_state_dict(self.module, self.buckets, state_dict, strict)
