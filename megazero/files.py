@@ -44,7 +44,7 @@ def is_aside(path: Path) -> bool:
 def remove_asides(path: Path) -> None:
     """Removes what killed processes have written aside for `path`, which no other process may be writing."""
     for aside in path.parent.glob(f"{glob.escape(path.name)}.tmp*"):
-        if is_aside(aside):
+        if is_aside(aside) and not aside.is_dir():  # which is a user's, as a checkpoint under such a tag
             aside.unlink(missing_ok=True)
 
 

@@ -24,7 +24,7 @@ from megazero.checkpoint.format import CheckpointError, index_bytes
 from megazero.checkpoint.standalone import SCRIPT, place_script
 from megazero.checkpoint.tags import check_tag, latest_tag, list_tags, replaced_path, tag_at, tags_of_jobs
 from megazero.checkpoint.tensor_file import naming
-from megazero.files import NO_LOCKS, append_suffix, is_still, sync_folder, warn_of_no_locks, write_whole
+from megazero.files import NO_LOCKS, append_suffix, is_still, remove_asides, sync_folder, warn_of_no_locks, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -169,9 +169,7 @@ class CheckpointFolder:
             if partial.resolve() not in self._being_written:
                 _remove(partial)
         for name in ("latest", SCRIPT):
-            for aside in self.path.glob(f"{name}.tmp*"):
-                if not aside.is_dir():  # which is a checkpoint under that tag
-                    aside.unlink(missing_ok=True)
+            remove_asides(self.path / name)
         for replaced in self.path.glob(".*.replaced"):
             final = self.path / tag_at(replaced)
             is_half = _is_ours(final) and not (final / "index.json").exists()  # `_move` died while it deleted it

@@ -294,10 +294,10 @@ def test_save_that_died_while_replacing_is_recovered(world, tmp_path):
 
 def test_a_tag_like_the_name_of_a_file_that_was_being_written_is_no_obstacle(world, tmp_path):
     engine = make_engine(1)
-    engine.save_checkpoint(str(tmp_path), tag="latest.tmp1")
-    (tmp_path / "latest.tmp2").write_text("global")
+    engine.save_checkpoint(str(tmp_path), tag="latest.tmp0123abcd")
+    (tmp_path / "latest.tmp4567abcd").write_text("global")
     engine.save_checkpoint(str(tmp_path))
-    assert visible(tmp_path) == ["global_step0", "latest", "latest.tmp1", "zero_to_fp32.py"]
+    assert visible(tmp_path) == ["global_step0", "latest", "latest.tmp0123abcd", "zero_to_fp32.py"]
 
 
 def test_saving_a_step_again_replaces_it(world, tmp_path):
