@@ -123,7 +123,7 @@ class Saver:
     def _refuse_unshared(self, path: Path, sign: str) -> None:
         """Returns if every rank sees the file `sign` of the first rank in its own `path`, and deletes it."""
         found = comm.all_gathered_objects((_is_seen(path / sign), socket.gethostname(), str(path)), self._line.group)
-        if torch.distributed.get_rank() == 0:
+        if self._is_first:
             with suppress(OSError):  # the next job clears it
                 (path / sign).unlink()
         blind = [(rank, host, where) for rank, (sees, host, where) in enumerate(found) if not sees]
@@ -173,7 +173,7 @@ class Saver:
             comm.together(partial(_write_part, aside, snapshot), self._line.group)
             self._on_first_rank(lambda: folder.publish(tag, whole_index(_parts(aside), index), save_latest, keep_last))
         except BaseException:
-            if torch.distributed.get_rank() == 0:
+            if self._is_first:
                 folder.discard(tag)
             raise
 
@@ -186,13 +186,20 @@ class Saver:
             # Without a lost rank, there may be a next save, on all ranks.
             has_lost_rank = isinstance(error, RuntimeError) and not isinstance(error, comm.OtherRankError)
             kind = RuntimeError if has_lost_rank else OSError
-            self._error = kind(f"the checkpoint {path} was not saved: {type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"
+            if comm.is_destroyed(self._line.group):
+                why = "its process group was destroyed meanwhile. Call wait_for_checkpoint() before"
+            self._error = kind(f"the checkpoint {path} was not saved: {why}")
             self._error.__cause__ = error
-            if torch.distributed.get_rank() == 0:  # where the other ranks' errors arrive, too
+            if self._is_first:  # where the other ranks' errors arrive, too
                 logger.error("%s", self._error)
 
     def _on_first_rank(self, action: Callable[[], Any]) -> Any:
-        return comm.together(action if torch.distributed.get_rank() == 0 else None, self._line.group)
+        return comm.together(action if self._is_first else None, self._line.group)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._line.group.rank() == 0  # also after a script has destroyed the world
 
 
 def _free_line() -> _Line:

@@ -107,6 +107,25 @@ def test_save_in_the_background_writes_what_was_there_when_it_was_called(world, 
     assert train(engine, 2) == want
 
 
+def test_a_script_that_destroys_the_world_before_the_save_is_done_is_told_to_wait(world, tmp_path, monkeypatch):
+    engine, meeting, write = make_engine(1), threading.Barrier(2, timeout=20), writer.write_tensors
+
+    def interrupted(path, tensors):
+        meeting.wait()
+        meeting.wait()
+        return write(path, tensors)
+
+    monkeypatch.setattr(writer, "write_tensors", interrupted)
+    engine.save_checkpoint(str(tmp_path), in_background=True)
+    meeting.wait()
+    torch.distributed.destroy_process_group()
+    meeting.wait()
+    with pytest.raises(OSError, match=r"process group was destroyed meanwhile. Call wait_for_checkpoint\(\) before"):
+        engine.wait_for_checkpoint()
+    assert not list(tmp_path.glob(".*.partial"))
+    comm.init_distributed("gloo")  # for the fixture
+
+
 def test_a_load_waits_for_the_save_in_the_background(world, tmp_path, monkeypatch):
     engine, write = make_engine(1), writer.write_tensors
 
