@@ -194,6 +194,8 @@ def tag_case(folder: str, validation: str) -> None:
         return
     engine.save_checkpoint(folder, tag=tag)
     assert Path(folder, "latest").read_text() == "rank0"
+    for own in (tag, tag if tag == "rank0" else None):
+        assert engine.load_checkpoint(folder, tag=own)[0] == f"{folder}/rank0"
 
 
 @pytest.mark.parametrize("validation", ["FAIL", "WARN", "IGNORE"])

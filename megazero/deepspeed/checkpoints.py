@@ -93,7 +93,7 @@ class CheckpointingEngine(Engine):
         Without `load_optimizer_states` the optimizer starts with empty moments; the fp32 master weights are still the saved ones.
 
         Args:
-            tag: the checkpoint's name, converted with `str`; default: the one that `latest` names.
+            tag: the checkpoint's name, converted with `str`; default: the one that `latest` names. The first rank's counts.
             load_module_only: load only the weights; counters, schedule and optimizer stay as they are.
             options: those of `Engine.load_checkpoint` (load_rng, fallback, ...).
 
@@ -115,16 +115,17 @@ class CheckpointingEngine(Engine):
             raise ValueError(f"load_checkpoint needs a directory, got load_dir={load_dir!r}.")
         comm.meet_world("load_checkpoint", self.channel.timeout_s)
         self.wait_for_checkpoint()  # it may be the one to load
-        if tag is None:
-            tag = newest_tag(load_dir, options.get("fallback", False))
-        if tag is None:
+        name: str | None = comm.broadcast_object(None if tag is None else str(tag))
+        if name is None:
+            name = newest_tag(load_dir, options.get("fallback", False))
+        if name is None:
             is_there = os.path.isdir(load_dir)
             why = "has no file `latest`; name a checkpoint by tag" if is_there else "is no directory"
             logger.warning("nothing is loaded: %s %s", load_dir, why, extra=ALIKE)
             return None, None
         path, client = super().load_checkpoint(
             load_dir,
-            str(tag),
+            name,
             strict=load_module_strict,
             load_optimizer_states=load_optimizer_states,
             load_lr_scheduler_states=load_lr_scheduler_states,
