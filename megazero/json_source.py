@@ -13,7 +13,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ class DeepSpeedConfigError(ValueError, AssertionError):
 
     DeepSpeed raises AssertionError for some of these mistakes and ValueError for others; ported code may catch either.
     """
+
+
+@contextmanager
+def errors_of(section: str) -> Iterator[None]:
+    """Raises a ValueError of the block, which does not name the section, as that section's error."""
+    try:
+        yield
+    except ValueError as error:
+        raise DeepSpeedConfigError(f"{section}: {error}") from error
 
 
 _STRING = r'"(?:\\.|[^"\\\n])*"'

@@ -324,6 +324,13 @@ def test_the_scale_is_checked_where_it_is_used():
     load(fp16={"enabled": True, "loss_scale": 8, "loss_scale_window": 0, "min_loss_scale": 0})
 
 
+def test_a_scale_that_begins_below_its_minimum_is_an_error_of_the_section():
+    with pytest.raises(
+        DeepSpeedConfigError, match=r"^fp16: --min-scale 4 .* is above the loss scale of the first step"
+    ):
+        _ = load(fp16={"enabled": True, "initial_scale_power": 1, "min_loss_scale": 4}).precision
+
+
 def test_auto_in_a_section_is_the_default():
     config = load(zero_optimization={"stage": 2, "reduce_bucket_size": "auto"}, fp16={"enabled": "auto"})
     assert config.zero_optimization.reduce_bucket_size == 500_000_000 and not config.fp16.enabled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from megazero.json_config.sections import (
     SchedulerSection,
 )
 from megazero.json_config.zero_section import OffloadOptimizerSection, OffloadParamSection, ZeroSection
-from megazero.json_source import DeepSpeedConfigError
+from megazero.json_source import DeepSpeedConfigError, errors_of
 from megazero.optim.loss_scaler import DTYPES, PrecisionConfig
 from megazero.zero.config import ZeroConfig
 from megazero.zero.residency import LIMIT_KEYS, GatherLimits
@@ -205,23 +206,13 @@ class JsonConfig:
             at = at[name] if isinstance(at, Mapping) else getattr(at, name.removeprefix("stage3_"))  # see `key`
         return at
 
-    @property
+    @cached_property
     def zero(self) -> ZeroConfig:
         """The ZeRO settings for the engine.
 
         Raises:
             DeepSpeedConfigError: settings contradict each other, or do not fit the number of ranks.
         """
-        try:
-            zero = self._zero()
-            zero.num_shards(self.data_parallel_size)
-            return zero
-        except DeepSpeedConfigError:
-            raise
-        except ValueError as error:  # its message names the job's flags
-            raise DeepSpeedConfigError(f"zero_optimization: {error}") from error
-
-    def _zero(self) -> ZeroConfig:
         section = self.zero_optimization
         optimizer = section.offload_optimizer or OffloadOptimizerSection()
         param = (None if section.has_idle_offload_param else section.offload_param) or OffloadParamSection()
@@ -252,7 +243,10 @@ class JsonConfig:
             "aio": self.aio.settings,
             "gather_limits": GatherLimits(**self._given(_LIMITS)),
         }
-        return ZeroConfig(**{**self._given(ZERO_FIELDS), **as_zero_has_it})
+        with errors_of(ZERO):
+            zero = ZeroConfig(**{**self._given(ZERO_FIELDS), **as_zero_has_it})
+            zero.num_shards(self.data_parallel_size)
+        return zero
 
     def _given(self, fields: Mapping[str, str]) -> dict[str, Any]:
         """{field: value} of the keys in `fields`, {key: field}, that were given."""
@@ -260,20 +254,25 @@ class JsonConfig:
 
     @property
     def precision(self) -> PrecisionConfig:
-        """The dtype of the parameters and the loss scale."""
+        """The dtype of the parameters and the loss scale.
+
+        Raises:
+            DeepSpeedConfigError: the dynamic loss scale would begin below its least value.
+        """
         if not self.fp16.enabled:
             return PrecisionConfig(bf16=self.bf16.enabled)
         section = self.fp16
         if section.loss_scale:
             return PrecisionConfig(fp16=True, loss_scale=section.loss_scale)
-        return PrecisionConfig(
-            fp16=True,
-            initial_loss_scale=2.0**section.initial_scale_power,
-            loss_scale_window=section.loss_scale_window,
-            min_scale=section.min_loss_scale,
-            hysteresis=section.hysteresis,
-            consecutive_hysteresis=section.consecutive_hysteresis,
-        )
+        with errors_of("fp16"):
+            return PrecisionConfig(
+                fp16=True,
+                initial_loss_scale=2.0**section.initial_scale_power,
+                loss_scale_window=section.loss_scale_window,
+                min_scale=section.min_loss_scale,
+                hysteresis=section.hysteresis,
+                consecutive_hysteresis=section.consecutive_hysteresis,
+            )
 
     def describe(self) -> str:
         """The effective configuration, one line per section, and which of the given keys have no effect."""

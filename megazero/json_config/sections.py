@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from megazero.json_config.schema import ALWAYS, NO_EFFECT, OBEYED, REFUSED, key
-from megazero.json_source import DeepSpeedConfigError
+from megazero.json_source import DeepSpeedConfigError, errors_of
 from megazero.nvme import AioConfig
 from megazero.optim.loss_scaler import DTYPES
 from megazero.optim.optimizers import optimizer_by_name
@@ -77,10 +77,8 @@ class OptimizerSection:
     legacy_fusion: bool = key(False, NO_EFFECT, "there is one implementation")
 
     def __post_init__(self) -> None:
-        try:
+        with errors_of("optimizer"):
             optimizer_by_name(self.type, self.params)
-        except ValueError as error:
-            raise DeepSpeedConfigError(f"optimizer: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -91,10 +89,8 @@ class SchedulerSection:
     params: dict[str, Any] = key({}, OBEYED, "those of the schedule, see below")
 
     def __post_init__(self) -> None:
-        try:
+        with errors_of("scheduler"):
             scheduler_by_name(self.type, self.params)
-        except ValueError as error:
-            raise DeepSpeedConfigError(f"scheduler: {error}") from error
 
 
 @dataclass(frozen=True)
