@@ -16,12 +16,9 @@ if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them witho
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from megazero.arguments import load_components
-from megazero.checkpoint.plain import client_state
-from megazero.checkpoint.reader import Reader
-from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.evaluation import check_stride, last_word_accuracy, sliding_window_perplexity
-from megazero.inference import InferenceConfig, load_model, model_config, open_checkpoint
+from megazero.inference import InferenceConfig, Trained, load_model, open_checkpoint
 from megazero.logging import counted, table
 from megazero.model.config import GPT2Config
 from megazero.option import check_options, option
@@ -73,12 +70,12 @@ class EvaluationConfig:
         return min(32, window) if self.overlapping_eval is None else self.overlapping_eval
 
 
-Checked = tuple[InferenceConfig, EvaluationConfig, Reader, Tokenizer]
+Checked = tuple[InferenceConfig, EvaluationConfig, Trained]
 Rows = list[tuple[str, str]]
 
 
 def check(world_size: int) -> Checked:
-    """The configuration, the checkpoint and its tokenizer, after all checks that need no communication."""
+    """The configuration and the checkpoint, after all checks that need no communication."""
     config, task = load_components((InferenceConfig, EvaluationConfig), "Evaluate a checkpoint.")
     config.check_world(world_size)
     assert task.valid_data is not None
@@ -87,13 +84,12 @@ def check(world_size: int) -> Checked:
             f"--valid-data {task.valid_data} holds JSON lines, whose keys and escapes would count as text. Write the texts alone "
             "into a file; or, for the mean loss of a corpus, give it to pretrain_gpt2.py as --valid-data."
         )
-    reader, tokenizer = open_checkpoint(config)
-    model = model_config(reader)
-    window = task.window(client_state(reader), model)
-    model.check_sequence(window)
+    trained = open_checkpoint(config)
+    window = task.window(trained.client, trained.model)
+    trained.model.check_sequence(window)
     if task.task != "lambada":
         check_stride(task.stride(window), window)
-    return config, task, reader, tokenizer
+    return config, task, trained
 
 
 def main(checked: Checked) -> None:
@@ -103,17 +99,17 @@ def main(checked: Checked) -> None:
     logger.info("%s", table(f"{task.task} of {task.valid_data}", rows))
 
 
-def last_words(config: InferenceConfig, task: EvaluationConfig, reader: Reader, tokenizer: Tokenizer) -> Rows:
+def last_words(config: InferenceConfig, task: EvaluationConfig, trained: Trained) -> Rows:
     """The rows of LAMBADA's result."""
     assert task.valid_data is not None
     texts = load_texts(task.valid_data, task.text_key)
-    model, groups = load_model(config, reader)
+    model, groups = load_model(config, trained)
     assert model.config.vocab_size is not None
     result = last_word_accuracy(
         model,
         texts,
-        tokenizer,
-        seq_length=task.window(client_state(reader), model.config),
+        trained.tokenizer,
+        seq_length=task.window(trained.client, trained.model),
         batch_size=task.batch_size,
         vocab_size=model.config.vocab_size,
         groups=groups,
@@ -121,20 +117,20 @@ def last_words(config: InferenceConfig, task: EvaluationConfig, reader: Reader, 
     return [("last words", f"{result.correct} of {result.total}"), ("accuracy", f"{result.accuracy:.4f}")]
 
 
-def perplexity(config: InferenceConfig, task: EvaluationConfig, reader: Reader, tokenizer: Tokenizer) -> Rows:
+def perplexity(config: InferenceConfig, task: EvaluationConfig, trained: Trained) -> Rows:
     """The rows of the result on a text."""
     assert task.valid_data is not None
     text, is_wikitext = read_text(task.valid_data, "--valid-data"), task.task == "wikitext"
     words = word_count(text, is_wikitext)
-    tokens = tokenizer.encode(wikitext_detokenize(text) if is_wikitext else text)
+    tokens = trained.tokenizer.encode(wikitext_detokenize(text) if is_wikitext else text)
     if len(tokens) < 2 or not words:
         found = f"{counted(len(tokens), 'token')} and {counted(words, 'word')}"
         raise ValueError(
             f"--valid-data {task.valid_data} has {found}; the first token is not predicted, and the result is also given per "
             "word: give a longer text."
         )
-    model, groups = load_model(config, reader)
-    seq_length = task.window(client_state(reader), model.config)
+    model, groups = load_model(config, trained)
+    seq_length = task.window(trained.client, trained.model)
     result = sliding_window_perplexity(
         model,
         tokens,

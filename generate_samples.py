@@ -13,10 +13,9 @@ if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them witho
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from megazero.arguments import load_components
-from megazero.checkpoint.reader import Reader
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
-from megazero.inference import InferenceConfig, load_model, model_config, open_checkpoint
+from megazero.inference import InferenceConfig, Trained, load_model, open_checkpoint
 from megazero.model.generation import check_sampling, generate
 from megazero.option import check_options, option
 from megazero.texts import read_text
@@ -74,8 +73,7 @@ class Request:
 
     config: InferenceConfig
     sampling: SampleConfig
-    reader: Reader
-    tokenizer: Tokenizer
+    trained: Trained
     texts: list[str]  # the prompts
     prompts: list[list[int]]  # their tokens
     new_tokens: list[int]  # in the continuation of each, at most
@@ -93,13 +91,12 @@ class Request:
 
 
 def check(world_size: int) -> Request:
-    """The configuration, the checkpoint, its tokenizer and the prompts, after all checks that need no communication."""
+    """The configuration, the checkpoint and the prompts, after all checks that need no communication."""
     config, sampling = load_components((InferenceConfig, SampleConfig), "Generate text from a checkpoint.")
     config.check_world(world_size)
-    reader, tokenizer = open_checkpoint(config)
-    texts = sampling.prompts()
-    prompts = [tokenizer.encode(text) or [tokenizer.eod] for text in texts]
-    positions = model_config(reader).max_position_embeddings
+    trained, texts = open_checkpoint(config), sampling.prompts()
+    prompts = [trained.tokenizer.encode(text) or [trained.tokenizer.eod] for text in texts]
+    positions = trained.model.max_position_embeddings
     for text, prompt in zip(texts, prompts, strict=True):
         if len(prompt) >= positions:
             raise ValueError(
@@ -107,13 +104,13 @@ def check(world_size: int) -> Request:
                 f"(--max-position-embeddings of the training job). Shorten it to {positions - 1}, so that one more fits."
             )
     new_tokens = [min(sampling.out_seq_length, positions - len(prompt)) for prompt in prompts]
-    return Request(config, sampling, reader, tokenizer, texts, prompts, new_tokens)
+    return Request(config, sampling, trained, texts, prompts, new_tokens)
 
 
 def main(request: Request) -> None:
     """Prints each prompt with its continuation."""
-    sampling, tokenizer = request.sampling, request.tokenizer
-    model, _ = load_model(request.config, request.reader)
+    sampling, tokenizer = request.sampling, request.trained.tokenizer
+    model, _ = load_model(request.config, request.trained)
     for batch in request.batches():
         prompts = request.prompts[batch]
         outputs = generate(

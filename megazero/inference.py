@@ -60,8 +60,18 @@ class InferenceConfig(DtypeConfig):
         check_model_parallel_size(world_size, self.model_parallel_size)
 
 
-def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
-    """The checkpoint and its tokenizer; communicates nothing.
+@dataclass(frozen=True)
+class Trained:
+    """An open checkpoint, and what it says of its model."""
+
+    reader: Reader
+    client: dict[str, Any]  # what the training job saved beside the weights
+    model: GPT2Config  # without settings that only training needs
+    tokenizer: Tokenizer
+
+
+def open_checkpoint(config: InferenceConfig) -> Trained:
+    """The checkpoint that the flags name; communicates nothing.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no vocabulary where the training job had it.
@@ -76,11 +86,12 @@ def open_checkpoint(config: InferenceConfig) -> tuple[Reader, Tokenizer]:
             f"--tag {directory.name}."
         )
     reader = Reader(config.load, config.tag)
-    tokenizer = _tokenizer(config, reader)
-    model = model_config(reader)
+    client = client_state(reader)
+    tokenizer = _tokenizer(config, client, reader.path)
+    model = GPT2Config.of_saved(client, reader.path).for_inference()
     model.check_parallel(config.model_parallel_size)
     refuse_other_model(config, model, reader.path)
-    return reader, tokenizer
+    return Trained(reader, client, model, tokenizer)
 
 
 def refuse_other_model(config: InferenceConfig, model: GPT2Config, path: Path) -> None:
@@ -94,45 +105,39 @@ def refuse_other_model(config: InferenceConfig, model: GPT2Config, path: Path) -
         )
 
 
-def _tokenizer(config: InferenceConfig, reader: Reader) -> Tokenizer:
+def _tokenizer(config: InferenceConfig, client: dict[str, Any], path: Path) -> Tokenizer:
     """The training job's tokenizer, from the files that the flags name, or else from the files that the job used."""
-    client = client_state(reader)
     saved: dict[str, Any] = client.get("tokenizer", {})
     given = {name: getattr(config, name) for name in TOKENIZER_FLAGS if getattr(config, name) is not None}
     if not saved and not given:
         raise ValueError(
-            f"{reader.path} was not saved by the training job, so it does not say where its vocabulary is. Give --vocab-file and "
+            f"{path} was not saved by the training job, so it does not say where its vocabulary is. Give --vocab-file and "
             "--merge-file, or --tokenizer-path."
         )
     files = {"tokenizer_type": saved.get("tokenizer_type", "GPT2BPETokenizer"), **given} if given else saved
     tokenizer = build_tokenizer(**files)
-    refuse_other_vocabulary(tokenizer, client.get("tokenizer_sha256", tokenizer.sha256), reader.path)
+    refuse_other_vocabulary(tokenizer, client.get("tokenizer_sha256", tokenizer.sha256), path)
     return tokenizer
 
 
-def model_config(reader: Reader) -> GPT2Config:
-    """The configuration of a checkpoint's model, without settings that only training needs."""
-    return GPT2Config.of_saved(client_state(reader), reader.path).for_inference()
-
-
-def load_model(config: InferenceConfig, reader: Reader) -> tuple[GPT2Model, ParallelGroups]:
+def load_model(config: InferenceConfig, trained: Trained) -> tuple[GPT2Model, ParallelGroups]:
     """The model in evaluation mode on this process's device, split over the model-parallel group.
 
     Initializes torch.distributed and the model-parallel groups. Besides this rank's part of the model, one parameter at a time is
     in memory.
     """
-    architecture = model_config(reader)
+    reader = trained.reader
     round_fp32_products(config.tf32)
     leave_out_cudnn_attention()
     comm.init_distributed(config.distributed_backend)
     say_what_is_idle(config.dtype, config.tf32, comm.local_device())
     groups = mpu.initialize_model_parallel(config.model_parallel_size)
     with NoDraws():
-        model = GPT2Model(architecture, group=groups.model, device=comm.local_device(), dtype=config.dtype)
+        model = GPT2Model(trained.model, group=groups.model, device=comm.local_device(), dtype=config.dtype)
     cuts, rank, size = mpu.partitions(model), groups.model_parallel_rank, groups.model_parallel_size
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             cut, out = cut_of(cuts.get(name), tuple(parameter.shape), size), parameter.view(-1)
             reader.read_part(name, reader.entry(name).weight_state, out, cut=cut, rank=rank, size=size)
-    logger.info("loaded %s: %s parameters", reader.path, f"{architecture.num_parameters():,}")
+    logger.info("loaded %s: %s parameters", reader.path, f"{trained.model.num_parameters():,}")
     return model.eval(), groups

@@ -297,7 +297,7 @@ def test_a_model_in_use_rounds_to_tf32_where_it_is_asked_to(own_world, whole, mo
     monkeypatch.setattr("sys.argv", ["generate_samples.py", "--load", str(whole), "--prompt", "the", flag])
     request = generate_samples.check(1)
     try:
-        load_model(request.config, request.reader)
+        load_model(request.config, request.trained)
         assert torch.get_float32_matmul_precision() == precision
         assert not torch.backends.cuda.cudnn_sdp_enabled(), "it would compile a graph for each token"
     finally:
