@@ -270,6 +270,8 @@ def gathered_bytes(needs: Sequence[BucketBytes], settings: StateSettings) -> int
 
 def _within_limits(needs: Sequence[BucketBytes], settings: StateSettings) -> tuple[int, set[int]]:
     """Under `stage3_*` limits: most bytes of units, without the root, that are whole together; and units kept for backward."""
+    if not settings.sharding.parameters:
+        return 0, set()
     sharded = _by_unit(needs, lambda need: need.plan.layout.numel * need.plan.sharding.parameters)
     nbytes = _by_unit(needs, lambda need: need.whole_parameters)
     root, units = sharded.pop(ROOT), list(sharded)

@@ -52,10 +52,10 @@ class Residency:
             trains: False in an evaluation, which no plan covers.
         """
         found: list[int] = []
-        room = self.limits.prefetch
+        room, before = self.limits.prefetch, live
         for unit in self.after(index, step):
             size = self.sizes[unit]
-            is_too_far = any(self.sizes[other] for other in found) if room is None else size > room
+            is_too_far = live > before if room is None else size > room
             if is_too_far or (self.limits.live is not None and live + size > self.limits.live):
                 break
             found.append(unit)

@@ -38,7 +38,7 @@ from megazero.plan.plot import bars, parts
 from megazero.zero.bucket_bytes import StateSettings
 from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import memory_of_buckets, plan_memory
-from megazero.zero.residency import GatherLimits
+from megazero.zero.residency import GatherLimits, Residency
 from tests.plan.setups import setup_of
 from tests.tiny import ROOT
 from tests.zero.models import APART, SHARING, make_engine
@@ -209,6 +209,13 @@ def test_no_larger_batch_or_model_is_looked_for_than_the_most(monkeypatch):
     monkeypatch.setattr(fit, "MOST_LAYERS", 5)
     job, limits = setup(TUTORIAL, 2, 8), Limits(device=10**6 * GB)
     assert (largest_batch(job, limits), largest_model(job, limits)) == (6, 5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gathers_are_not_simulated_where_parameters_are_whole(stage, monkeypatch):
+    """It would take as long as the cube of the layers, of which `largest_model` tries thousands."""
+    monkeypatch.setattr(Residency, "ahead", None)
+    assert plan_job(setup(TUTORIAL, stage, 8, gather_limits=GatherLimits(prefetch=10))).states.gathered == 0
 
 
 def test_every_change_that_is_proposed_makes_the_job_fit_and_each_alone_lowers_what_a_device_holds():
