@@ -63,7 +63,6 @@ class DeepSpeedEngine(CheckpointingEngine):
         self.collate_fn = collate_fn
         self.training_dataloader: DataLoader | None = None
         self.timers = Timers(self.device)
-        self._micro_batch_size = config.train_micro_batch_size_per_gpu
         self._losses: Tensor | float = 0.0  # sum since the last update, on the device; read if a step was skipped
 
     def __getattr__(self, name: str) -> Any:
@@ -178,7 +177,7 @@ class DeepSpeedEngine(CheckpointingEngine):
                 )
         return DataLoader(
             dataset,
-            batch_size=batch_size or self._micro_batch_size,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
             sampler=sampler,
             collate_fn=collate_fn or self.collate_fn,
             num_workers=num_local_io_workers or 0,
@@ -194,11 +193,12 @@ class DeepSpeedEngine(CheckpointingEngine):
         Raises:
             ValueError: `train_batch_size` is not a multiple of micro-batch size x data-parallel size.
         """
-        one = self._micro_batch_size * self.groups.data_parallel_size
+        micro, ranks = self.train_micro_batch_size_per_gpu(), self.dp_world_size
+        one = micro * ranks
         if train_batch_size < one or train_batch_size % one:
             raise ValueError(
-                f"set_train_batch_size({train_batch_size}): it must be a multiple of micro-batch size {self._micro_batch_size} x "
-                f"data-parallel size {self.groups.data_parallel_size} = {one}."
+                f"set_train_batch_size({train_batch_size}): it must be a multiple of micro-batch size {micro} x "
+                f"data-parallel size {ranks} = {one}."
             )
         self.set_gradient_accumulation_steps(train_batch_size // one)
 
@@ -206,11 +206,11 @@ class DeepSpeedEngine(CheckpointingEngine):
 
     def train_batch_size(self) -> int:
         """Samples per optimizer step on all ranks."""
-        return self._micro_batch_size * self._accumulation_steps * self.groups.data_parallel_size
+        return self.train_micro_batch_size_per_gpu() * self._accumulation_steps * self.dp_world_size
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train batch size, micro-batch size, accumulation steps)."""
-        return self.train_batch_size(), self._micro_batch_size, self._accumulation_steps
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self._accumulation_steps
 
     @property
     def global_rank(self) -> int:
@@ -244,7 +244,7 @@ class DeepSpeedEngine(CheckpointingEngine):
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per forward on one rank."""
-        return self._micro_batch_size
+        return self.config.train_micro_batch_size_per_gpu
 
     def get_mom(self) -> list:
         """The momentum, or Adam's betas, of every parameter group."""

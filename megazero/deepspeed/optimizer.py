@@ -170,7 +170,7 @@ def named_groups(groups: list[dict[str, Any]], model: nn.Module) -> tuple[dict[s
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     group_of = {}
     for index, group in enumerate(groups):
-        for parameter in _unnamed(group["params"]):
+        for parameter in group["params"]:
             if id(parameter) not in names:
                 raise DeepSpeedConfigError(
                     f"Parameter group {index} holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "

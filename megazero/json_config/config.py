@@ -282,8 +282,8 @@ class JsonConfig:
             f"data-parallel size {self.data_parallel_size}"
         ]
         lines += describe(self, self.given)
-        if self.idle:
-            lines.append(f"given, but {NO_EFFECT}: {', '.join(sorted(self.idle))}")
+        if idle := sorted(self.idle):
+            lines.append(f"given, but {NO_EFFECT}: {', '.join(idle)}")
         return "\n".join(lines)
 
     def _dtype(self, path: str) -> str | None:
