@@ -7,13 +7,10 @@ the first document stays. Neither the groups nor anything else depends on the nu
 
 from __future__ import annotations
 
-import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,13 +19,14 @@ import numpy.typing as npt
 
 from data_tools.dedup_minhash import U64, band_keys
 from data_tools.dedup_signatures import Documents, Rows, SignatureFiles, same_content, similarity
+from data_tools.divided import divided
 from data_tools.options import open_files
 from megazero.data.arrays import read_array
 from megazero.lines.progress import Progress
 from megazero.lines.workers import ordered_map
 
 Pairs = npt.NDArray[np.int64]  # [n, 2] documents that are copies of each other
-Keys = Iterator[tuple[U64, Documents]]
+Keys = Iterator[np.ndarray]  # of _RECORD
 Agree = Callable[[Rows, Rows], npt.NDArray[np.bool_]]
 
 _RECORD = np.dtype([("key", "<u8"), ("document", "<i8")])
@@ -89,7 +87,7 @@ def find_copies(files: SignatureFiles, search: Search) -> Found:
     ]
     for keys, keys_per_document, agree in passes:
         count = _file_count(search, len(files), keys_per_document)
-        with _written_keys(search.folder, keys, count) as paths:
+        with divided(search.folder, keys, "key", count) as paths:
             for pairs, tried, left_out in _pairs(files, agree, paths, search):
                 groups.join(pairs)
                 compared += tried
@@ -99,7 +97,7 @@ def find_copies(files: SignatureFiles, search: Search) -> Found:
 
 def _content_keys(files: SignatureFiles) -> Keys:
     for first, rows in files.chunks(CHUNK, "dedup: dividing by content"):
-        yield rows["content"][:, 0], np.arange(first, first + len(rows))
+        yield _records(rows["content"][:, 0], np.arange(first, first + len(rows)))
 
 
 def _band_keys(files: SignatureFiles, search: Search, groups: Groups) -> Keys:
@@ -107,7 +105,14 @@ def _band_keys(files: SignatureFiles, search: Search, groups: Groups) -> Keys:
     for first, rows in files.chunks(CHUNK, "dedup: dividing by bands"):
         documents = np.arange(first, first + len(rows))
         is_first = groups.first(documents) == documents
-        yield band_keys(rows["minima"][is_first], search.bands).ravel(), np.repeat(documents[is_first], search.bands)
+        keys = band_keys(rows["minima"][is_first], search.bands)
+        yield _records(keys.ravel(), np.repeat(documents[is_first], search.bands))
+
+
+def _records(keys: U64, documents: Documents) -> np.ndarray:
+    records = np.empty(len(keys), _RECORD)
+    records["key"], records["document"] = keys, documents
+    return records
 
 
 def _are_similar(least: float, a: Rows, b: Rows) -> npt.NDArray[np.bool_]:
@@ -115,41 +120,18 @@ def _are_similar(least: float, a: Rows, b: Rows) -> npt.NDArray[np.bool_]:
 
 
 def _file_count(search: Search, documents: int, keys_per_document: int) -> int:
-    """How many files, a power of two, the keys must be divided into."""
+    """How many files the keys must be divided into."""
     records = documents * keys_per_document
     processes = search.workers + 1 if search.workers > 1 else 1
     memory = (search.memory_bytes - _BYTES_PER_DOCUMENT * documents) // processes - _FIXED_BYTES
-    most = 1 << open_files(_MOST_FILES).bit_length() - 1
+    most = open_files(_MOST_FILES)
     if memory * most < records * _BYTES_PER_RECORD or memory <= 0:
         least = _BYTES_PER_DOCUMENT * documents + processes * (_FIXED_BYTES + records * _BYTES_PER_RECORD // most)
         raise ValueError(
             f"--memory {search.memory_bytes >> 20}M is too little for {documents} documents, {keys_per_document} keys each, and "
             f"{search.workers} workers: give at least {(least >> 20) + 1}M, or fewer --workers"
         )
-    return 1 << max(0, math.ceil(math.log2(max(1, records) * _BYTES_PER_RECORD / memory)))
-
-
-@contextmanager
-def _written_keys(folder: Path, keys: Keys, count: int) -> Iterator[list[Path]]:
-    """`count` files of records, divided by the highest bits of their keys; those that are not empty. Removed after the block."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-    folder.mkdir(parents=True)
-    try:
-        paths = [folder / f"keys-{number:03d}" for number in range(count)]
-        shift = 64 - count.bit_length() + 1
-        limits = np.array([number << shift for number in range(count)], dtype=np.uint64)
-        with ExitStack() as stack:
-            files = [stack.enter_context(open(path, "wb")) for path in paths]
-            for part, documents in keys:
-                records = np.empty(len(part), dtype=_RECORD)
-                order = np.argsort(part, kind="stable")
-                records["key"], records["document"] = part[order], documents[order]
-                bounds = [*np.searchsorted(records["key"], limits).tolist(), len(records)]
-                for file, (start, stop) in zip(files, pairwise(bounds), strict=True):
-                    file.write(records[start:stop].tobytes())
-        yield [path for path in paths if path.stat().st_size]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return max(1, -(-records * _BYTES_PER_RECORD // memory))
 
 
 def _pairs(

@@ -1,8 +1,8 @@
 """Which lines of a corpus repeat an earlier one: exact, in bounded memory, whatever the number of lines.
 
-Each line gives a 128-bit digest and its place. What does not fit in memory is spilled to files by the first byte of the digest,
-so that all equal digests lie in one file; each file is then sorted by itself. The places that are found go to files as well, one
-for each stretch of the text, of which one at a time is looked at when the lines are dropped.
+Each line gives a 128-bit digest and its place. They go to files by the first bits of the digest, so that all equal digests lie
+in one file; each file is then sorted by itself. The places that are found go to files as well, one for each stretch of the text,
+of which one at a time is looked at when the lines are dropped.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +18,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from data_tools.divided import divided
 from data_tools.documents import document_blocks
-from data_tools.options import RunOptions
+from data_tools.options import RunOptions, open_files
 from megazero.data.arrays import read_array
 from megazero.files import append_suffix, is_there
 from megazero.lines.contents import describe_files, key_of
-from megazero.lines.jsonl import Block, LineError
+from megazero.lines.jsonl import Block, LineError, expected_text_bytes
 from megazero.lines.partial_shard import Shard
 from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult, filled_lines
@@ -35,7 +35,8 @@ RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("place", "<i8")])
 Places = npt.NDArray[np.int64]
 """File number and byte at which a line begins, in one number each."""
 
-_PARTITIONS = 256
+_MOST_FILES = 256  # of digests
+_COPIES = 4  # of a file of digests while it is sorted
 _OFFSET_BITS = 44  # 16 TB of text in a file, and half a million files
 _STRETCH_BITS = 24  # 16 MB of text, hence 64 MB of places at most, where every line is a single character
 
@@ -43,53 +44,9 @@ DigestFunction = Callable[[bytes], bytes | None]
 """Picklable: a line -> what must not repeat, or None for a line that takes no part. What raises a LineError is listed too."""
 
 
-class RepeatFinder:
-    """Collects digests and finds those that repeat one of a lower place.
-
-    Args:
-        folder: for what does not fit in memory; made when needed.
-        memory_bytes: for the digests.
-    """
-
-    def __init__(self, folder: Path, memory_bytes: int) -> None:
-        self._folder, self._limit = folder, max(memory_bytes // 4, RECORD.itemsize)  # sorting makes copies
-        self._held: list[np.ndarray] = []
-        self._held_bytes = 0
-        self._is_spilled = False
-
-    def add(self, records: np.ndarray) -> None:
-        """Adds [n] `RECORD`s."""
-        self._held.append(records)
-        self._held_bytes += records.nbytes
-        if self._held_bytes > self._limit:
-            self._spill()
-
-    def repeats(self) -> Iterator[Places]:
-        """The places that repeat a lower one, in parts; rising in each part."""
-        if self._is_spilled:
-            self._spill()
-            for path in sorted(self._folder.iterdir()):
-                yield _repeats(read_array(path, RECORD))
-                path.unlink()
-        elif self._held:
-            yield _repeats(np.concatenate(self._held))
-
-    def _spill(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._is_spilled = True
-        if not self._held:
-            return
-        records = np.concatenate(self._held)
-        part = (records["high"] >> np.uint64(56)).astype(np.uint8)
-        order = np.argsort(part, kind="stable")
-        bounds = np.searchsorted(part[order], np.arange(_PARTITIONS + 1))
-        for number in np.flatnonzero(np.diff(bounds)):
-            with open(self._folder / f"{number:03}", "ab") as file:
-                file.write(records[order[bounds[number] : bounds[number + 1]]].tobytes())
-        self._held, self._held_bytes = [], 0
-
-
-def _repeats(records: np.ndarray) -> Places:
+def repeats_in(path: Path) -> Places:
+    """The places of the `RECORD`s in a file that repeat one of a lower place; rising."""
+    records = read_array(path, RECORD)
     records = records[np.lexsort((records["place"], records["low"], records["high"]))]
     same = (records["high"][1:] == records["high"][:-1]) & (records["low"][1:] == records["low"][:-1])
     return np.sort(records["place"][1:][same])
@@ -142,25 +99,28 @@ def corpus_key(paths: Sequence[Path], options: RunOptions) -> str:
 def repeated_lines(
     step: str, shards: Sequence[Shard], digest: DigestFunction, reason: str, options: RunOptions
 ) -> Iterator[RepeatedLines]:
-    """The lines of all files whose digest is that of an earlier line; what does not fit in memory lies beside the first shard."""
+    """The lines of all files whose digest is that of an earlier line; what is known of them lies beside the first shard."""
     paths = list(dict.fromkeys(path for shard in shards for path in shard.inputs))
     folder = append_suffix(min(shard.record for shard in shards), ".repeats")
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     (folder / "places").mkdir(parents=True)
-    finder = RepeatFinder(folder / "digests", options.memory_bytes // 2)
     found = RepeatedLines(folder / "places", paths, reason)
-    # What is left for the workers beside the digests.
-    workers = replace(options, memory_bytes=max(options.memory_bytes // 2, options.worker_bytes)).workers_in_memory
-    total = sum(path.stat().st_size for path in paths)
-    try:
-        with Progress(f"{step}: looking for repeats", total) as progress:
-            with closing(ordered_map(partial(_digests, digest), _blocks(paths, options), workers)) as results:
-                for block, (records, bad) in results:
-                    finder.add(records)
+    most_lines = expected_text_bytes(paths) // 2  # a letter and an end
+    files = 1 + _COPIES * most_lines * RECORD.itemsize // options.memory_bytes
+
+    def records() -> Iterator[np.ndarray]:
+        work, workers = partial(_digests, digest), options.workers_in_memory
+        with Progress(f"{step}: looking for repeats", sum(path.stat().st_size for path in paths)) as progress:
+            with closing(ordered_map(work, _blocks(paths, options), workers)) as results:
+                for block, (part, bad) in results:
+                    yield part
                     found.add(bad)
-                    progress.update(len(records), block.stop - block.start, block.disk_bytes)
-        for places in finder.repeats():
-            found.add(places)
+                    progress.update(len(part), block.stop - block.start, block.disk_bytes)
+
+    try:
+        with divided(folder / "digests", records(), "high", open_files(min(files, _MOST_FILES))) as made:
+            for path in made:
+                found.add(repeats_in(path))
         yield found
     finally:
         shutil.rmtree(folder, ignore_errors=True)

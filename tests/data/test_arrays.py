@@ -13,7 +13,7 @@ from data_tools.dedup_index import pairs_of
 from data_tools.dedup_signatures import SignatureFiles, row_type, same_content
 from data_tools.inspect_dataset import document_tokens
 from data_tools.inspect_statistics import count_tokens
-from data_tools.repeats import RECORD, RepeatFinder
+from data_tools.repeats import repeats_in
 from megazero.data import arrays
 from megazero.data.arrays import read_array, save_array
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
@@ -69,8 +69,7 @@ def test_whoever_reads_arrays_hears_of_a_disk_that_fails(tmp_path, disk):
     (tmp_path / "rows").write_bytes(bytes(5 * row_type(4).itemsize))
     signatures = SignatureFiles([tmp_path / "rows"], 4)
     (tmp_path / "keys").write_bytes(bytes(160))
-    finder = RepeatFinder(tmp_path / "digests", 0)
-    finder.add(np.zeros(8, RECORD))
+    (tmp_path / "digests").write_bytes(bytes(192))
     disk(BadDisk)
     for read in (
         corpus.token_range,
@@ -78,7 +77,7 @@ def test_whoever_reads_arrays_hears_of_a_disk_that_fails(tmp_path, disk):
         lambda: document_tokens(corpus, 0, 100),
         lambda: list(signatures.chunks_of_file(0, 5)),
         lambda: pairs_of(signatures, same_content, tmp_path / "keys"),
-        lambda: list(finder.repeats()),
+        lambda: repeats_in(tmp_path / "digests"),
     ):
         with pytest.raises(OSError, match="Input/output error"):
             read()

@@ -11,7 +11,8 @@ import pytest
 
 from data_tools import blacklist_urls
 from data_tools.blacklists import DOMAINS, EXTENSIONS
-from data_tools.repeats import RECORD, RepeatFinder
+from data_tools.divided import divided
+from data_tools.repeats import RECORD, repeats_in
 from tests.data_tools.steps import dropped, run_step
 
 pytest.importorskip("tldextract")
@@ -106,20 +107,18 @@ def test_built_in_lists_are_well_formed():
     assert all("." in domain and "/" not in domain and domain == domain.lower() for domain in DOMAINS)
 
 
-@pytest.mark.parametrize("memory", [1, 1 << 20])
-def test_repeats_are_exact_in_any_memory(tmp_path, memory):
+@pytest.mark.parametrize("files", [1, 5])
+def test_repeats_are_exact_in_any_number_of_files(tmp_path, files):
     generator = np.random.default_rng(0)
     records = np.empty(5000, RECORD)
     values = generator.integers(0, 1500, 5000)
     records["high"] = values.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     records["low"], records["place"] = values % 7, np.arange(5000)
-    finder = RepeatFinder(tmp_path / "spilled", memory)
-    for part in np.array_split(records[generator.permutation(5000)], 9):
-        finder.add(part)
-    first = np.unique(values, return_index=True)[1]
-    assert (tmp_path / "spilled").exists() == (memory == 1)
-    found = np.sort(np.concatenate(list(finder.repeats())))
-    assert np.array_equal(found, np.setdiff1d(np.arange(5000), first))
+    parts = np.array_split(records[generator.permutation(5000)], 9)
+    with divided(tmp_path / "digests", parts, "high", files) as paths:
+        assert len(paths) == files
+        found = np.sort(np.concatenate(list(map(repeats_in, paths))))
+    assert np.array_equal(found, np.setdiff1d(np.arange(5000), np.unique(values, return_index=True)[1]))
 
 
 def test_megatrons_name_runs_as_a_script(tmp_path):
