@@ -14,6 +14,8 @@ from typing import Any, BinaryIO, cast
 COMPRESSED = (".gz", ".xz", ".zst")
 
 _PIECE_BYTES = 1 << 16
+# Of a .zst file, decompressed at a time: to 16 MB at most, as a block of 128 KB takes 4 bytes if all its letters are the same.
+_ZSTD_BYTES = 1 << 9
 # Of `zstd --long=31`, as dumps of Reddit are; such a file takes as much memory wherever it is read.
 _LARGEST_WINDOW = 1 << 31
 
@@ -60,7 +62,7 @@ class _Pieces(io.RawIOBase):
     """The pieces of a text as a file to read. It can tell how far it was read, which fastwarc asks."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces, self._text, self._position = pieces, b"", 0
+        self._pieces, self._text, self._position = pieces, memoryview(b""), 0
 
     def readable(self) -> bool:
         """True."""
@@ -72,7 +74,7 @@ class _Pieces(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401 (any writable buffer)
         """Fills a part of `buffer` with the next bytes of the text and returns their number; 0 at the end."""
-        self._text = self._text or next(filter(None, self._pieces), b"")
+        self._text = self._text or memoryview(next(filter(None, self._pieces), b""))
         count = min(len(buffer), len(self._text))
         buffer[:count], self._text = self._text[:count], self._text[count:]
         self._position += count
@@ -102,11 +104,11 @@ def _xz_pieces(file: BinaryIO) -> Iterator[bytes]:
 
 def _zstd_pieces(file: BinaryIO, zstandard: ModuleType) -> Iterator[bytes]:
     """The text of all frames of a .zst file, one after another; one that is cut off is an error, as it is with gzip."""
-    pending = file.read(_PIECE_BYTES)
+    pending = file.read(_ZSTD_BYTES)
     while pending:
         frame = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
         while not frame.eof:
-            if not pending and not (pending := file.read(_PIECE_BYTES)):
+            if not pending and not (pending := file.read(_ZSTD_BYTES)):
                 raise EOFError("the file ends inside of a compressed frame")
             try:
                 text = frame.decompress(pending)
@@ -114,4 +116,4 @@ def _zstd_pieces(file: BinaryIO, zstandard: ModuleType) -> Iterator[bytes]:
                 raise EOFError(str(error)) from error
             yield text
             pending = b""
-        pending = frame.unused_data or file.read(_PIECE_BYTES)
+        pending = frame.unused_data or file.read(_ZSTD_BYTES)
