@@ -9,11 +9,17 @@ names the copies is held in memory. The step `dedup` finds, groups and removes i
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
+from data_tools.dedup_index import Groups
 from data_tools.documents import in_pieces
 from data_tools.done_marker import made_once
 from data_tools.options import add_run_options
@@ -115,21 +121,15 @@ def named_groups(path: Path, kind: type) -> Iterator[dict[str, list[Any]]]:
 
 def _groups(path: Path) -> list[list[str]]:
     """The names of each group, in the order in which they come in the file."""
-    above: dict[str, str] = {}
-
-    def first(name: str) -> str:
-        while (higher := above.setdefault(name, name)) != name:
-            above[name] = above[higher]  # halves the way for the next one
-            name = higher
-        return name
-
+    numbers: defaultdict[str, int] = defaultdict(itertools.count().__next__)
+    pairs = array("q")
     for content in named_groups(path, dict):
         for name, copies in content.items():
             for copy in (copy for entry in copies for copy in entry):
-                theirs, mine = first(name), first(copy)  # in this order: the first name of a group stays
-                if mine != theirs:
-                    above[mine] = theirs
-    groups: dict[str, list[str]] = {}
-    for name in above:
-        groups.setdefault(first(name), []).append(name)
-    return list(groups.values())
+                pairs.extend((numbers[name], numbers[copy]))
+    groups = Groups(len(numbers))
+    groups.join(np.array(pairs).reshape(-1, 2))
+    names: dict[int, list[str]] = {}
+    for name, first in zip(numbers, groups.finish().tolist(), strict=True):
+        names.setdefault(first, []).append(name)
+    return list(names.values())
