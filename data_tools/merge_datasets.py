@@ -84,15 +84,17 @@ def merge_datasets(inputs: Sequence[str | Path], output_prefix: str | Path) -> d
     _check_output(sources, output)
     _check_dtype(sources)
     contents = describe_files(_files(sources))
-    record = _merged_record(sources, contents)
+    documents, tokens = sum(len(source.doc_idx) - 1 for source in sources), sum(source.num_tokens for source in sources)
+    record = _known_record(sources)
+    if record is not None:
+        record = replace(record, documents=documents, tokens=tokens, source={"merged": contents}, statistics={})
     key = key_of({"step": "merge_datasets", "inputs": contents, "tokenizer": record and record.tokenizer_sha256})
-    documents = sum(len(source.doc_idx) - 1 for source in sources)
     result = {
         "prefix": str(output),
         "inputs": len(sources),
         "documents": documents,
         "sequences": sum(len(source) for source in sources),
-        "tokens": sum(source.num_tokens for source in sources),
+        "tokens": tokens,
         "dtype": str(sources[0].dtype),
     }
     outputs = (append_suffix(output, ".bin"), append_suffix(output, ".idx"))
@@ -135,8 +137,8 @@ def _check_dtype(sources: Sequence[IndexedDataset]) -> None:
             )
 
 
-def _merged_record(sources: Sequence[IndexedDataset], contents: list[dict[str, Any]]) -> Sidecar | None:
-    """The record of the merged corpus; None where an input has none, since the whole then cannot be vouched for."""
+def _known_record(sources: Sequence[IndexedDataset]) -> Sidecar | None:
+    """The record of the first input; None where one has none, since the merged corpus then cannot be vouched for."""
     records = [(source, read_sidecar(source.prefix)) for source in sources]
     known = [(source, record) for source, record in records if record is not None]
     for source, record in known:
@@ -147,18 +149,11 @@ def _merged_record(sources: Sequence[IndexedDataset], contents: list[dict[str, A
                 "id would mean two different things. Tokenize one of them again with the other's vocabulary."
             )
         check_tokens(source.prefix, record, source.num_tokens)
-    unknown = [source.prefix for source, record in records if record is None]
-    if unknown:
+    if unknown := [source.prefix for source, record in records if record is None]:
         why = lack_of_record(unknown[0])
         logger.warning("%s does not record its tokenizer (%s): neither will the merged corpus", unknown[0], why)
         return None
-    return replace(
-        known[0][1],
-        documents=sum(len(source.doc_idx) - 1 for source in sources),
-        tokens=sum(source.num_tokens for source in sources),
-        source={"merged": contents},
-        statistics={},
-    )
+    return known[0][1]
 
 
 def _files(sources: Sequence[IndexedDataset]) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from data_tools.done_marker import marked_outputs
@@ -67,6 +67,18 @@ def plan_shards(
     made = {shard.record for shard in shards}
     _refuse_stale([path for record in named_alike if record not in made for path in marked_outputs(record)])
     return shards
+
+
+def plan_parts(inputs: Sequence[Path], folder: Path, names: Iterable[str], format: str | None, record: str) -> Shard:
+    """One shard of files of these names, without their ending, in a folder; raises as `check_outputs`.
+
+    Args:
+        record: its name, which is the same whatever the kind of the files is: so what an earlier run has made is found.
+    """
+    kind = ending(inputs[0], format)
+    shard = Shard(tuple(inputs), tuple(folder / f"{name}.{kind}" for name in names), folder / f"{record}.jsonl")
+    check_outputs([shard])
+    return shard
 
 
 def check_outputs(shards: Sequence[Shard], tables: Sequence[Path] = ()) -> None:

@@ -26,7 +26,7 @@ from data_tools.documents import compress
 from data_tools.inputs import list_inputs
 from data_tools.line_functions import Kept
 from data_tools.options import RunOptions, add_input_output, add_run_options, open_files, run_options
-from data_tools.shard_plan import check_outputs, ending, names_file
+from data_tools.shard_plan import names_file, plan_parts, plan_shards
 from data_tools.shards import describe, finish, finished, run_lines
 from megazero.files import append_suffix, locked
 from megazero.lines.contents import describe_files, key_of
@@ -139,19 +139,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plan(inputs: Sequence[Path], args: argparse.Namespace) -> Shard:
-    output = Path(args.output)
-    if names_file(output):
-        if args.shards != 1:
-            raise ValueError(f"--shards {args.shards} files do not fit into the file --output {output}: name a folder")
-        shard = Shard(tuple(inputs), (output,), output)
-    else:
+    if not names_file(args.output):
         if args.shards < 1:
             raise ValueError(f"--shards must be at least 1, got {args.shards}")
-        kind = ending(inputs[0], args.format)
-        names = [f"shuffled-{number:05}-of-{args.shards:05}.{kind}" for number in range(args.shards)]
-        # As in `split`: one name for the record, whatever the shards' kind is.
-        shard = Shard(tuple(inputs), tuple(output / name for name in names), output / "shuffled.jsonl")
-    check_outputs([shard])
+        names = (f"shuffled-{number:05}-of-{args.shards:05}" for number in range(args.shards))
+        return plan_parts(inputs, Path(args.output), names, args.format, "shuffled")
+    if args.shards != 1:
+        raise ValueError(f"--shards {args.shards} files do not fit into the file --output {args.output}: name a folder")
+    [shard] = plan_shards(inputs, args.output)
     return shard
 
 

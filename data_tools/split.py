@@ -23,10 +23,9 @@ from data_tools.documents import document_blocks, document_id
 from data_tools.inputs import list_inputs
 from data_tools.line_functions import Kept
 from data_tools.options import add_input_output, add_run_options, run_options
-from data_tools.shard_plan import check_outputs, ending, names_file
+from data_tools.shard_plan import names_file, plan_parts
 from data_tools.shards import run_lines
 from megazero.lines.jsonl import read_object
-from megazero.lines.partial_shard import Shard
 
 
 def to_part(key: str, seed: int, bounds: list[int], line: bytes) -> Kept:
@@ -80,10 +79,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             f"--output {args.output}: each part is a file of its own. Name a folder, and their kind by --format."
         )
-    folder, kind = Path(args.output), ending(inputs[0], args.format)
-    # Its record has one name, of a kind that readers know, whatever the parts' kind is: so what an earlier run made is found.
-    shard = Shard(tuple(inputs), tuple(folder / f"{name}.{kind}" for name in parts), folder / "split.jsonl")
-    check_outputs([shard])
+    folder = Path(args.output)
+    shard = plan_parts(inputs, folder, parts, args.format, "split")
     bounds = [int(total * (1 << 64)) for total in accumulate(parts.values())]
     settings = {"key": args.json_key, "seed": args.seed, "parts": {name: str(share) for name, share in parts.items()}}
     function = partial(to_part, args.json_key, args.seed, bounds)
