@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -108,7 +108,7 @@ def repeated_lines(
     most_lines = expected_text_bytes(paths) // 2  # a letter and an end
     files = 1 + _COPIES * most_lines * RECORD.itemsize // options.memory_bytes
 
-    def records() -> Iterator[np.ndarray]:
+    def records() -> Generator[np.ndarray, None, None]:
         work, workers = partial(_digests, digest), options.workers_in_memory
         with Progress(f"{step}: looking for repeats", sum(path.stat().st_size for path in paths)) as progress:
             with closing(ordered_map(work, _blocks(paths, options), workers)) as results:
@@ -118,9 +118,10 @@ def repeated_lines(
                     progress.update(len(part), block.stop - block.start, block.disk_bytes)
 
     try:
-        with divided(folder / "digests", records(), "high", open_files(min(files, _MOST_FILES))) as made:
-            for path in made:
-                found.add(repeats_in(path))
+        with closing(records()) as parts:  # on a full disk the workers end at once
+            with divided(folder / "digests", parts, "high", open_files(min(files, _MOST_FILES))) as made:
+                for path in made:
+                    found.add(repeats_in(path))
         yield found
     finally:
         shutil.rmtree(folder, ignore_errors=True)
