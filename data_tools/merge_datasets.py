@@ -29,7 +29,7 @@ from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.preprocess import publish_corpus
 from megazero.data.sidecar import Sidecar, check_free, check_tokens, lack_of_record, read_sidecar
 from megazero.files import append_suffix, locked
-from megazero.lines.contents import check_unchanged, describe_files, key_of
+from megazero.lines.contents import describe_files, key_of
 from megazero.lines.outputs import full_disk_named
 from megazero.lines.partial_shard import PartialShard, Shard, give_up
 from megazero.lines.results import BlockResult, Counts
@@ -110,7 +110,7 @@ def merge_datasets(inputs: Sequence[str | Path], output_prefix: str | Path) -> d
             check_made_here(output, outputs, "--output-prefix")
             with closing(PartialShard(shard, key)) as partial:
                 _copy(partial, documents)
-                check_unchanged(_files(sources), contents)
+                partial.check_unchanged(_files(sources), contents)
                 parts = [(source.sizes, source.doc_idx) for source in sources]
                 publish_corpus(partial, sources[0].dtype, parts, record, [marker_path(output)])
                 write_marker(output, key, outputs, {"result": result})

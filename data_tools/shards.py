@@ -23,7 +23,7 @@ from data_tools.line_functions import DocumentFunction, DocumentLines, LineFunct
 from data_tools.options import RunOptions, run_options
 from data_tools.shard_plan import plan_shards
 from megazero.files import append_suffix, locked, sync_folder
-from megazero.lines.contents import check_unchanged, describe_files, key_of
+from megazero.lines.contents import describe_files, key_of
 from megazero.lines.outputs import full_disk_named
 from megazero.lines.partial_shard import DROPPED_SUFFIX, PartialShard, Place, Shard, give_up
 from megazero.lines.progress import Progress
@@ -134,7 +134,7 @@ def _make(
     with closing(fill(partials, work, useful, progress, drops, place, document_blocks)) as filled:
         for partial in filled:
             inputs, description = partial.shard.inputs, todo[partial.shard]
-            check_unchanged(inputs, description["inputs"], options.workers)
+            partial.check_unchanged(inputs, description["inputs"], options.workers)
             partial.counts.empty_files = report_empty(inputs)
             finish(partial, description)
             total.add(partial.counts)

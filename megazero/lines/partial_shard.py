@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from megazero.files import append_suffix, file_named, locked, read_whole, remove_asides, sync_file, write_whole
+from megazero.lines.contents import check_unchanged
 from megazero.lines.jsonl import Block, Position
 from megazero.lines.results import BlockResult, Counts, report
 
@@ -102,6 +103,16 @@ class PartialShard:
             sync_file(file, path)
         self._write_journal()
         self._commit_time = time.monotonic()
+
+    def check_unchanged(
+        self, paths: Sequence[Path], contents: Sequence[dict[str, Any]], threads: int | None = None
+    ) -> None:
+        """Raises as `contents.check_unchanged` does; then the files, of nobody knows which version of the inputs, are removed."""
+        try:
+            check_unchanged(paths, contents, threads)
+        except ValueError:
+            self.remove()
+            raise
 
     def remove(self) -> None:
         """Removes what is left of the files, and the journal last: as long as it is there, they are known to be ours."""

@@ -296,6 +296,22 @@ def test_an_output_in_the_input_folder_is_refused_at_once(tmp_path):
     assert not (tmp_path / "in" / "all.jsonl").exists()
 
 
+def test_what_was_made_while_an_input_changed_is_made_again(tmp_path):
+    path = write_documents(tmp_path / "in.jsonl", [{"text": f"{number} the letters " * 9} for number in range(60)])
+    content = path.read_bytes()
+
+    def changes(document):
+        path.write_bytes(content.replace(b"letters", b"numbers"))
+        return shout(document)
+
+    with pytest.raises(ValueError, match="in.jsonl was changed while it was read"):
+        run([path], tmp_path / "out", function=changes, workers=1)
+    path.write_bytes(content)
+    for folder in ("out", "alone"):
+        run([path], tmp_path / folder, workers=1)
+    assert hashes(tmp_path / "out") == hashes(tmp_path / "alone")
+
+
 def test_a_fault_that_was_found_before_a_stop_is_fatal_with_strict_afterwards(tmp_path):
     inputs = make_files(tmp_path / "in", count=1)
     lines = [b"{no document}", *gzip.decompress(inputs[0].read_bytes()).splitlines()]
