@@ -60,7 +60,8 @@ def choose_documents(total: int, numbers: Sequence[int], sample: int, seed: int)
         if not -total <= number < total:
             raise ValueError(f"--documents {number}: the corpus has {total} documents, 0 to {total - 1}")
         chosen.append(number % total)
-    return chosen + sorted(random.Random(seed).sample(range(total), min(sample, total)))
+    picked = random.Random(seed).sample(range(total), min(sample + len(chosen), total))
+    return chosen + sorted([number for number in picked if number not in chosen][:sample])
 
 
 def document_tokens(data: IndexedDataset, document: int, max_tokens: int) -> tuple[np.ndarray, int]:

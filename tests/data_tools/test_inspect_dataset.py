@@ -138,6 +138,7 @@ def test_documents_of_several_sequences(tmp_path):
 def test_a_sample_is_the_same_for_the_same_seed():
     assert choose_documents(1000, [-1, 3], 5, 7) == choose_documents(1000, [-1, 3], 5, 7)
     assert choose_documents(1000, [-1, 3], 5, 7)[:2] == [999, 3] and len(set(choose_documents(10, [], 99, 0))) == 10
+    assert sorted(choose_documents(10, [-1, 3], 8, 0)) == list(range(10)), "others than those that were asked for"
 
 
 def test_histogram(corpus, capsys):
