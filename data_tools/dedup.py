@@ -124,26 +124,20 @@ class CopySearch:
             files, signed = sign(self.inputs, folder, args.json_key, permutations, options, self.id_keys, self.reports)
             workers, keys = options.workers_in_memory, folder / "keys"
             search = Search(args.bands, args.similarity, options.memory_bytes, workers, keys)
-            first = _find(files, search, self._result, self.settings["all_inputs"])
-            yield files, first, signed
+
+            def make(file: BinaryIO) -> dict[str, Any]:
+                found = find_copies(files, search)
+                file.write(found.first.data)
+                groups = _count_groups(found.first)
+                return {"summary": {"groups": groups, "compared": found.compared, "uncompared": found.uncompared}}
+
+            made_once(self._result, [self._result], self.settings["all_inputs"], make)
+            yield files, read_array(self._result, "<i8"), signed
 
     def summary(self) -> dict[str, int]:
         """What is stored of the result: groups, comparisons; {} where there is none."""
         stored = read_marker(self._result, self.settings["all_inputs"], [self._result])
         return stored["summary"] if stored else {}
-
-
-def _find(files: SignatureFiles, search: Search, path: Path, identity: str) -> Documents:
-    """For each document the first one of its group, as it is stored in `path`; searched for where it is not."""
-
-    def make(file: BinaryIO) -> dict[str, Any]:
-        found = find_copies(files, search)
-        file.write(found.first.data)
-        summary = {"groups": _count_groups(found.first), "compared": found.compared, "uncompared": found.uncompared}
-        return {"summary": summary}
-
-    made_once(path, [path], identity, make)
-    return read_array(path, "<i8")
 
 
 def _count_groups(first: Documents) -> int:

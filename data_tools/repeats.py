@@ -108,10 +108,13 @@ def repeated_lines(
     most_lines = expected_text_bytes(paths) // 2  # a letter and an end
     files = 1 + _COPIES * most_lines * RECORD.itemsize // options.memory_bytes
 
+    def blocks() -> Iterator[Block]:
+        for number, path in enumerate(paths):
+            yield from document_blocks(path, options.block_bytes, 0, number, options.max_line_bytes)
+
     def records() -> Generator[np.ndarray, None, None]:
-        work, workers = partial(_digests, digest), options.workers_in_memory
         with Progress(f"{step}: looking for repeats", sum(path.stat().st_size for path in paths)) as progress:
-            with closing(ordered_map(work, _blocks(paths, options), workers)) as results:
+            with closing(ordered_map(partial(_digests, digest), blocks(), options.workers_in_memory)) as results:
                 for block, (part, bad) in results:
                     yield part
                     found.add(bad)
@@ -125,11 +128,6 @@ def repeated_lines(
         yield found
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _blocks(paths: Sequence[Path], options: RunOptions) -> Iterator[Block]:
-    for number, path in enumerate(paths):
-        yield from document_blocks(path, options.block_bytes, 0, number, options.max_line_bytes)
 
 
 def _digests(digest: DigestFunction, block: Block) -> tuple[np.ndarray, Places]:

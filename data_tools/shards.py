@@ -112,33 +112,19 @@ def run_blocks(
         if skipped := len(shards) - len(todo):
             logger.info("%s: %d of %d shards are there already", step, skipped, len(shards))
         if todo:
+            paths = [path for shard in todo for path in shard.inputs]
+            useful = replace(options, workers=useful_workers(paths, options.block_bytes, options.workers_in_memory))
+            partials = (PartialShard(shard, key_of(description)) for shard, description in todo.items())
             with search() as drops:
-                total.add(_make(step, todo, work, options, drops, place))
+                progress = Progress(step, sum(path.stat().st_size for path in paths))
+                with closing(fill(partials, work, useful, progress, drops, place, document_blocks)) as filled:
+                    for partial in filled:
+                        inputs, description = partial.shard.inputs, todo[partial.shard]
+                        partial.check_unchanged(inputs, description["inputs"], options.workers)
+                        partial.counts.empty_files = report_empty(inputs)
+                        finish(partial, description)
+                        total.add(partial.counts)
     return total.statistics(len(shards), skipped)
-
-
-def _make(
-    step: str,
-    todo: Mapping[Shard, dict[str, Any]],
-    work: BlockWork,
-    options: RunOptions,
-    drops: Drops,
-    place: Place | None,
-) -> Counts:
-    """Makes the shards, of which `todo` holds the descriptions; what was counted of them."""
-    total = Counts()
-    paths = [path for shard in todo for path in shard.inputs]
-    useful = replace(options, workers=useful_workers(paths, options.block_bytes, options.workers_in_memory))
-    partials = (PartialShard(shard, key_of(description)) for shard, description in todo.items())
-    progress = Progress(step, sum(path.stat().st_size for path in paths))
-    with closing(fill(partials, work, useful, progress, drops, place, document_blocks)) as filled:
-        for partial in filled:
-            inputs, description = partial.shard.inputs, todo[partial.shard]
-            partial.check_unchanged(inputs, description["inputs"], options.workers)
-            partial.counts.empty_files = report_empty(inputs)
-            finish(partial, description)
-            total.add(partial.counts)
-    return total
 
 
 def finish(partial: PartialShard, description: dict[str, Any]) -> None:

@@ -134,7 +134,20 @@ def make_corpus(
             if describe(paths) != source["inputs"]:
                 partial.remove()  # nobody knows of which version it was made
                 raise ValueError(f"{', '.join(map(str, paths))}: changed while it was read. Start again.")
-            return _finish(partial, tokenizer, source, statistics), False
+            dtype = token_dtype(tokenizer.vocab_size)
+            sidecar = Sidecar(
+                tokenizer_type=tokenizer.name,
+                tokenizer_sha256=tokenizer.sha256,
+                vocab_size=tokenizer.vocab_size,
+                eod=tokenizer.eod,
+                documents=partial.sizes[1] // np.dtype("<i4").itemsize,
+                tokens=partial.sizes[0] // dtype.itemsize,
+                source=source,
+                statistics=statistics,
+            )
+            publish_corpus(partial, dtype, [(lengths_of(partial), None)], sidecar)
+            partial.remove()  # where nothing maps it any more, as SMB shares require
+            return sidecar, False
 
 
 def _finished(prefix: Path, source: dict[str, Any]) -> Sidecar | None:
@@ -166,24 +179,6 @@ def _check_documents(partial: PartialShard, key: str) -> None:
             f"{counts.bad_lines} bad, {counts.documents} without text{why}. Each line must be one JSON object, in UTF-8; "
             "name the key of its text with --json-keys (--text-key when training)."
         )
-
-
-def _finish(partial: PartialShard, tokenizer: Tokenizer, source: dict[str, Any], statistics: dict[str, Any]) -> Sidecar:
-    """Makes the files of the corpus, and returns their record."""
-    dtype = token_dtype(tokenizer.vocab_size)
-    sidecar = Sidecar(
-        tokenizer_type=tokenizer.name,
-        tokenizer_sha256=tokenizer.sha256,
-        vocab_size=tokenizer.vocab_size,
-        eod=tokenizer.eod,
-        documents=partial.sizes[1] // np.dtype("<i4").itemsize,
-        tokens=partial.sizes[0] // dtype.itemsize,
-        source=source,
-        statistics=statistics,
-    )
-    publish_corpus(partial, dtype, [(lengths_of(partial), None)], sidecar)
-    partial.remove()  # where nothing maps it any more, as SMB shares require
-    return sidecar
 
 
 def lengths_of(partial: PartialShard) -> np.ndarray:
