@@ -23,15 +23,12 @@ class Sample:
 
     Attributes:
         texts: documents spread over the whole corpus.
-        replaced: texts with unpaired surrogates, in the place of which U+FFFD was put.
-        num_bytes: of the lines of these texts.
         left_out: for the dropped list, of each block: the lines that were looked at and gave no text.
-        counts: of the lines of the whole corpus, and of those left out.
+        counts: of the lines of the whole corpus, and of those left out. `changed` are texts in which U+FFFD was put in place
+            of unpaired surrogates, `text_bytes_out` the bytes of the lines of all texts.
     """
 
     texts: list[str] = field(default_factory=list)
-    replaced: int = 0
-    num_bytes: int = 0
     left_out: list[bytes] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
 
@@ -58,10 +55,10 @@ def sample_documents(
                 done, result = sample.counts.lines, BlockResult()
                 for number, _, line in filled_lines(block, result):
                     if zlib.crc32(str(done + number + 1).encode()) <= limit:
-                        _take(sample, line, key, number, result)
+                        _take(sample.texts, line, key, number, result)
                 sample.left_out.append(report(block, done - before, result, sample.counts.errors, strict))
                 sample.counts.add(result.counts)
-                if sample.num_bytes > _MOST_SAMPLED * sample_mb * 1e6 + max_line_bytes:
+                if sample.counts.text_bytes_out > _MOST_SAMPLED * sample_mb * 1e6 + max_line_bytes:
                     raise ValueError(
                         f"{path}: the text is larger than its files let expect: more than --sample-mb {sample_mb:g} after "
                         f"{sample.counts.lines} lines. Give a smaller --sample-mb."
@@ -70,7 +67,7 @@ def sample_documents(
     return sample
 
 
-def _take(sample: Sample, line: bytes, key: str, number: int, result: BlockResult) -> None:
+def _take(texts: list[str], line: bytes, key: str, number: int, result: BlockResult) -> None:
     try:
         document = read_object(line, key)
     except LineError as error:
@@ -81,6 +78,6 @@ def _take(sample: Sample, line: bytes, key: str, number: int, result: BlockResul
         result.drop(number, NO_TEXT, document_id(document, key))
         return
     whole = valid_unicode(text)  # as a tokenizer reads it
-    sample.num_bytes += len(line)
-    sample.replaced += whole != text
-    sample.texts.append(whole)
+    result.counts.text_bytes_out += len(line)
+    result.counts.changed += whole != text
+    texts.append(whole)

@@ -128,7 +128,7 @@ def _write(args: argparse.Namespace, sample: Sample, files: Sequence[BinaryIO]) 
         "sampled_mb": round(megabytes, 2),
         "bad_lines": sample.counts.bad_lines,
         "empty_documents": sample.counts.dropped.get(NO_TEXT, 0),
-        "surrogates_replaced": sample.replaced,
+        "surrogates_replaced": sample.counts.changed,
         "first_errors": sample.counts.errors,
         "bytes_per_token": bytes_per_token,
     }

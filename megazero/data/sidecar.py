@@ -65,15 +65,14 @@ def check_free(prefix: str | Path) -> None:
 def remove_sidecar(prefix: str | Path) -> None:
     """Removes the record of `prefix`, before it could vouch for other tokens; a file of another kind stays."""
     path = sidecar_path(prefix)
-    if is_there(path) and _load(path) is not None:
+    if _load(path) is not None:
         path.unlink()
 
 
 def read_sidecar(prefix: str | Path) -> Sidecar | None:
     """The record of the corpus `prefix`; None where there is none (files made by Megatron-LM)."""
     path = sidecar_path(prefix)
-    content = _load(path) if is_there(path) else None
-    if content is None:
+    if (content := _load(path)) is None:
         return None
     known = {f.name for f in fields(Sidecar)}
     try:
@@ -123,7 +122,8 @@ def _described(name: str, vocab_size: int, sha256: str) -> str:
 
 
 def _load(path: Path) -> dict[str, Any] | None:
-    if path.stat().st_size > _LARGEST_SIDECAR:
+    """The content of a record; None where there is none, or a file of another kind."""
+    if not is_there(path) or path.stat().st_size > _LARGEST_SIDECAR:
         return None
     try:
         content = json.loads(read_whole(path))

@@ -82,7 +82,7 @@ def test_compressed_input_another_key_and_bad_lines(tmp_path):
     sample = train_tokenizer.sample_documents([path], "body", 1)
     assert sample.texts == ["one\ntwo", "three \ufffd"] and sample.counts.bad_lines == 1
     assert sample.counts.errors[0].startswith(f"{path}:3: bad JSON")
-    assert (sample.counts.lines, sample.replaced) == (5, 1)
+    assert (sample.counts.lines, sample.counts.changed) == (5, 1)
     records = map(json.loads, b"".join(sample.left_out).splitlines())
     assert [(r["line"], r["id"], r["reason"]) for r in records] == [(3, None, "bad line"), (5, "7", "no text")]
     with pytest.raises(ValueError, match=":3: bad JSON.*drop --strict"):
