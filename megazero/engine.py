@@ -115,25 +115,32 @@ class Engine:
         self.placement: Placement | None = None
         self.set_gradient_accumulation_steps(gradient_accumulation_steps)
         _check_world(groups)
-        refuse_wrapped(model)
         if optimizer_factory is None:
             group_of, group_settings, lr_scheduler = {}, [], None  # so that every parameter is frozen
-        else:
-            refuse_shared_memory(model)
-        if not clip_grad >= 0:
-            raise ValueError(f"clip_grad must be a norm, or 0 for none, got {clip_grad}.")
-        refuse_other_groups(model, group_of, len(group_settings))
         self.module = model
         self.groups = groups
         self.zero, meter = placed(zero or ZeroConfig(), placement_meter)
         self.sharding = self.zero.sharding
-        if groups.data_parallel_size > 1 and optimizer_factory is not None and not self.sharding.parameters:
-            refuse_max_norm(model)  # sharded parameters refuse every write in a forward
-        cuts, num_shards = partitions(model), self.zero.num_shards(groups.data_parallel_size)
-        units = select_units(model, zero_units)
+        num_shards = self.zero.num_shards(groups.data_parallel_size)
+
+        def fit_units() -> list[nn.Module]:
+            """The model's units, if this rank finds nothing in its arguments that cannot be trained."""
+            if not clip_grad >= 0:
+                raise ValueError(f"clip_grad must be a norm, or 0 for none, got {clip_grad}.")
+            refuse_wrapped(model)
+            refuse_other_groups(model, group_of, len(group_settings))
+            if optimizer_factory is not None:
+                refuse_shared_memory(model)
+                if groups.data_parallel_size > 1 and not self.sharding.parameters:
+                    refuse_max_norm(model)  # sharded parameters refuse every write in a forward
+            units = select_units(model, zero_units)
+            if self.sharding.gradients:
+                refuse_scripted(model, set(model.modules() if self.sharding.parameters else units), self.zero.stage)
+            return units
+
+        units = comm.together(fit_units)
         refuse_other_models(model.named_parameters(), group_of, groups.data, units)
-        if self.sharding.gradients:
-            refuse_scripted(model, set(model.modules() if self.sharding.parameters else units), self.zero.stage)
+        cuts = partitions(model)
         plans = plan_buckets(
             model,
             units,
@@ -152,8 +159,9 @@ class Engine:
         _connect(model)
         self.homes = Homes.of(self.zero, plans)
         self.buckets = build_buckets(plans, self.channel, self.zero, self.homes)
-        try:
-            self._optimizer = BucketOptimizer(
+
+        def make_optimizer() -> tuple[BucketOptimizer, Any]:
+            optimizer = BucketOptimizer(
                 self.buckets,
                 optimizer_factory or idle_optimizer,
                 group_settings,
@@ -163,7 +171,10 @@ class Engine:
                 zero=self.zero,
                 allow_untested=allow_untested_optimizer,
             )
-            self.lr_scheduler = lr_scheduler(self._optimizer) if lr_scheduler else None
+            return optimizer, lr_scheduler(optimizer) if lr_scheduler else None
+
+        try:
+            self._optimizer, self.lr_scheduler = comm.together(make_optimizer)
             refuse_other_optimizers(self._optimizer.torch_optimizer)
             if isinstance(self._optimizer.torch_optimizer, Muon):
                 self._optimizer.attributes["orthogonalize"] = Orthogonal(self._optimizer, cuts, groups.model)

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader
 
 import megazero as deepspeed
-from megazero import mpu
+from megazero import comm, mpu
 from megazero.json_config import DeepSpeedConfigError
 from tests.ranks import run_ranks
 
@@ -837,3 +837,18 @@ def test_ranks_with_other_models_are_refused_before_they_take_the_first_ones_val
 
 def test_ranks_with_other_settings_are_refused_but_for_their_own_paths_and_logs(tmp_path):
     run_ranks(2, differing_case, str(tmp_path))
+
+
+def lone_mistake_case() -> None:
+    is_second = torch.distributed.get_rank() == 1
+    error, told = (DeepSpeedConfigError, "") if is_second else (comm.OtherRankError, "rank 1 failed: DeepSpeedConfig.*")
+    for mistake, said in (
+        ({"config": "absent.json" if is_second else CONFIG}, "'absent.json' is neither"),
+        ({"config": CONFIG, "model_parameters": iter([]) if is_second else None}, "model_parameters is empty"),
+    ):
+        with pytest.raises(error, match=told + said):
+            deepspeed.initialize(model=make_model(), **mistake)
+
+
+def test_a_mistake_of_one_rank_is_an_error_on_all_of_them_at_once():
+    run_ranks(2, lone_mistake_case, timeout_s=30)

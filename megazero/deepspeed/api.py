@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megazero.deepspeed.optimizer import check_evaluation, client_optimizer, giv
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
 from megazero.logging import ALIKE, get_logger, setup_logging
 from megazero.mpu.groups import ParallelGroups
+from megazero.optim.optimizers import OptimizerFactory
 from megazero.zero.init import suspended
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import ReleasedParameter
@@ -94,22 +96,20 @@ def initialize(
     _check_training_data(training_data)
     source = _config_source(args, config, config_params)
     groups = _join(args, mpu, distributed_port, dist_init_required)
-    told = load_json_config(
-        source, world_size=torch.distributed.get_world_size(), model_parallel_size=groups.model_parallel_size
+    # What one rank alone refuses must reach all of them: they would wait for it in the next collective.
+    told = comm.together(
+        partial(
+            load_json_config,
+            source,
+            world_size=torch.distributed.get_world_size(),
+            model_parallel_size=groups.model_parallel_size,
+        )
     )
     comm.refuse_differences(told.of_all_ranks, "Give initialize the same configuration on every rank.")
-    refuse_wrapped(model)  # here too, before the first rank's values are copied to all
-    refuse_undense(model)
-    factory, param_groups = client_optimizer(told, optimizer, model_parameters, model)
-    if factory is None:
-        check_evaluation(told, lr_scheduler)
-    else:
-        refuse_shared_memory(model)  # here too: a move to a GPU would give each its own
-    grouped = named_groups(param_groups, model)
+    factory, *grouped = comm.together(partial(_trained, told, model, optimizer, model_parameters, lr_scheduler))
     tensors = (*model.named_parameters(), *model.named_buffers())
     refuse_other_models(tensors, grouped[0], groups.data)  # here too, before the first rank's values are copied to all
-    _check_values(model, told)
-    _move(model, comm.local_device(), told.buffer_dtype)
+    comm.together(partial(_move, model, comm.local_device(), told.buffer_dtype))
     _as_on_first_rank(model, groups)
     declare_cuts(model, groups)
     logger.info("%s", told.describe(), extra=ALIKE)
@@ -127,6 +127,21 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _trained(
+    told: JsonConfig, model: nn.Module, optimizer: Any, model_parameters: Any, lr_scheduler: Any
+) -> tuple[OptimizerFactory | None, dict[str, int], list[dict[str, Any]]]:
+    """The first arguments of `Engine` after the groups, if this rank finds nothing in its own that cannot be trained."""
+    refuse_wrapped(model)  # here too, before the first rank's values are copied to all
+    refuse_undense(model)
+    factory, param_groups = client_optimizer(told, optimizer, model_parameters, model)
+    if factory is None:
+        check_evaluation(told, lr_scheduler)
+    else:
+        refuse_shared_memory(model)  # here too: a move to a GPU would give each its own
+    _check_values(model, told)
+    return factory, *named_groups(param_groups, model)
 
 
 def _check_training_data(data: Any) -> None:

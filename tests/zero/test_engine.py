@@ -247,6 +247,32 @@ def test_ranks_with_other_optimizers_or_settings_are_refused():
     run_ranks(2, different_optimizers_case)
 
 
+def lone_mistake_case() -> None:
+    mpu.initialize_model_parallel(1)
+    is_second = torch.distributed.get_rank() == 1
+
+    def fails(_: object) -> None:
+        if is_second:
+            raise ValueError("own mistake")
+
+    error, told = (ValueError, "") if is_second else (comm.OtherRankError, "rank 1 failed: ValueError: ")
+    for mistake, said in (
+        ({"factory": fails if is_second else OPTIMIZERS["sgd"]}, "own mistake"),
+        ({"lr_scheduler": fails}, "own mistake"),
+        ({"zero_units": [nn.Conv2d if is_second else nn.Linear]}, "zero_units names Conv2d"),
+        ({"clip_grad": -1.0 if is_second else 0.0}, "clip_grad must be"),
+    ):
+        with pytest.raises(error, match=told + said):
+            make_engine(Named("a"), **mistake)
+    grouped = {"biass" if is_second else "bias": 0}
+    with pytest.raises(error, match=told + "group_of has biass"):
+        Engine(nn.Linear(2, 2), mpu.get_groups(), OPTIMIZERS["sgd"], grouped, [{}])
+
+
+def test_a_mistake_of_one_rank_is_an_error_on_all_of_them_at_once():
+    run_ranks(2, lone_mistake_case, timeout_s=30)
+
+
 class CountedOperations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
