@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import signature
-from numbers import Integral
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -86,6 +86,8 @@ class Engine:
         reduction_timers: receive, as "allreduce", the part of the reductions' time that backward has not hidden; None by default.
 
     Raises:
+        TypeError: an argument is of another type, such as the name of a dtype.
+        OtherRankError: another rank has raised one of these errors, or one of its factories has failed.
         ValueError: data-parallel ranks have different models, start with different weights or would get different ones
             (`nn.Embedding(max_norm=)`), nothing is trainable, the optimizer is not elementwise or not the same on every rank,
             `group_of` does not fit the model and `group_settings`, `clip_grad` is negative, or the groups do not make up the
@@ -112,6 +114,18 @@ class Engine:
         allow_untested_optimizer: bool = False,
         placement_meter: Meter | None = None,
     ) -> None:
+        _check_kinds(
+            model=(model, nn.Module),
+            groups=(groups, ParallelGroups),
+            optimizer_factory=(optimizer_factory, Callable | None),
+            group_of=(group_of, Mapping),
+            group_settings=(group_settings, Sequence),
+            zero=(zero, ZeroConfig | None),
+            loss_scaler=(loss_scaler, LossScaler | None),
+            clip_grad=(clip_grad, Real),
+            lr_scheduler=(lr_scheduler, Callable | None),
+            dtype=(dtype, torch.dtype | None),
+        )
         self.placement: Placement | None = None
         self.set_gradient_accumulation_steps(gradient_accumulation_steps)
         _check_world(groups)
@@ -739,6 +753,13 @@ def _connect(model: nn.Module) -> None:
         own = getattr(module, "checkpointer", None)
         if isinstance(own, activation_checkpointing.ActivationCheckpointer):
             own.connect()  # does nothing the second time
+
+
+def _check_kinds(**given: tuple[Any, Any]) -> None:
+    """Raises if an argument of `Engine`, given with its type, is of another type."""
+    for name, (value, kind) in given.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"Engine's {name} must be {getattr(kind, '__name__', kind)}, got {value!r}.")
 
 
 def _check_world(groups: ParallelGroups) -> None:

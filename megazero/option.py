@@ -8,7 +8,7 @@ import math
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import Field, field, fields
+from dataclasses import Field, field, fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -59,18 +59,19 @@ def as_given(described: Field, value: Any) -> str:
 
 
 def check_options(config: Any) -> None:
-    """Raises if a field of a configuration dataclass has a value that its option does not accept.
+    """Raises if a field of a configuration dataclass has a value that its type, or its option if it is one, does not accept.
 
     Raises:
         TypeError: it is of another type, such as the string "2" for a number.
         ValueError: it is none of the choices, or out of bounds.
     """
     hints = typing.get_type_hints(type(config))
-    for each in (each for each in fields(config) if "help" in each.metadata):
+    for each in fields(config):
         choices, least, most, above, below = (
-            each.metadata[name] for name in ("choices", "at_least", "at_most", "above", "below")
+            each.metadata.get(name) for name in ("choices", "at_least", "at_most", "above", "below")
         )
-        flag, value = own_flag(each), getattr(config, each.name)
+        flag = own_flag(each) if each.metadata else f"{type(config).__name__}'s {each.name}"
+        value = getattr(config, each.name)
         if choices and (value not in (each.default, *choices) or isinstance(value, bool)):  # True is not 1
             raise ValueError(f"{flag} must be one of {', '.join(map(str, choices))}, got {value!r}.")
         if value is None:
@@ -92,6 +93,8 @@ def check_options(config: Any) -> None:
 def _unlike(value: Any, hint: Any) -> str | None:
     """What a field of this type should have instead of `value`; None if that will do, as numpy's numbers do."""
     kind, is_truth = without_none(hint), isinstance(value, bool)
+    if isinstance(kind, type) and is_dataclass(kind) and not isinstance(value, kind):
+        return f"of class {kind.__name__}"
     if kind is bool and not is_truth:
         return "true or false"
     if kind is int and (is_truth or not isinstance(value, Integral)):

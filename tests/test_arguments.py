@@ -14,12 +14,13 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 
+from megazero.activation_checkpointing.options import CheckpointSettings
 from megazero.arguments import CPU_OPTIMIZER, load_config, make_parser
 from megazero.config import Config
 from megazero.foreign_flags import ALWAYS_SO, AS_IT_IS, NO_EFFECT, REFUSED, WITH_VALUE
 from megazero.inference import InferenceConfig
 from megazero.model.config import GPT2Config
-from megazero.optim.loss_scaler import PrecisionConfig
+from megazero.optim.loss_scaler import LossScaler, PrecisionConfig
 from megazero.optim.optimizers import OptimizerConfig
 from megazero.zero.config import ZeroConfig
 
@@ -298,6 +299,14 @@ def test_integers_may_be_written_as_in_json(text, is_right):
         (PrecisionConfig, {"fp16": True, "initial_loss_scale": float("inf")}, "must be a finite number, got inf"),
         (PrecisionConfig, {"fp16": True, "loss_scale": "8"}, "--loss-scale must be a number, got '8'"),
         (OptimizerConfig, {"weight_decay": True}, "--weight-decay must be a number, got True"),
+        (ZeroConfig, {"overlap_comm": "no"}, "ZeroConfig's overlap_comm must be true or false, got 'no'"),
+        (
+            ZeroConfig,
+            {"aio": {"queue_depth": 2}},
+            "ZeroConfig's aio must be of class AioConfig, got {'queue_depth': 2}",
+        ),
+        (LossScaler, {"scale": "128"}, "LossScaler's scale must be a number, got '128'"),
+        (CheckpointSettings, {"partition_activations": "no"}, "--partition-activations must be true or false"),
     ],
 )
 def test_a_component_refuses_values_of_another_type_as_its_flags_do(component, given, message):

@@ -9,7 +9,7 @@ from typing import Any
 from megazero.json_config.reader import Reader
 from megazero.json_config.sections import CHECKPOINTING, CHECKPOINTING_FIELDS, ActivationCheckpointingSection
 from megazero.json_source import DeepSpeedConfigError, read_source
-from megazero.option import option
+from megazero.option import check_options, option
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class CheckpointSettings:
     )
 
     def __post_init__(self) -> None:
+        check_options(self)
         if self.num_checkpoints is not None and self.num_checkpoints < 1:
             raise DeepSpeedConfigError(
                 f"num_checkpoints must be at least 1, got {self.num_checkpoints} (--num-checkpoints; "

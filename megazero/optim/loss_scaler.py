@@ -89,6 +89,7 @@ class LossScaler:
     raise_error_at_min_scale: bool = True
 
     def __post_init__(self) -> None:
+        check_options(self)
         self.hysteresis_left = self.hysteresis
         self.clean_steps = self.overflows_in_a_row = 0
         self.cur_iter = 0  # steps, skipped ones included

@@ -101,7 +101,7 @@ class Init:
         ValueError: `remote_device` is none of the above, or is nvme without a directory; one of `others` is not off; or, within
             the context, ranks construct different modules.
         OSError: the swap file cannot be created; OtherRankError on the other ranks.
-        TypeError: an unknown keyword, or a `dtype` that is not a torch.dtype.
+        TypeError: an unknown keyword, a `module` that is none, or a `dtype` that is not a torch.dtype.
     """
 
     def __init__(
@@ -120,6 +120,10 @@ class Init:
         **others: Any,
     ) -> None:
         _check_others(others)
+        if not isinstance(module, nn.Module | None):
+            raise TypeError(
+                f"zero.Init({module!r}): the first argument is a module to shard. Give a configuration by config_dict_or_path=."
+            )
         if not isinstance(dtype, torch.dtype | None):
             raise TypeError(
                 f"zero.Init(dtype={dtype!r}) is {type(dtype).__name__}: give torch.bfloat16, torch.float16, ..."

@@ -190,6 +190,30 @@ def test_arguments_that_would_leave_a_model_untrained_or_unclipped_are_refused(o
             make_engine(model, clip_grad=clip_grad)
 
 
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"zero": 2}, r"zero must be megazero.zero.config.ZeroConfig \| None, got 2"),
+        ({"dtype": "bf16"}, r"dtype must be torch.dtype \| None, got 'bf16'"),
+        ({"clip_grad": "1"}, "clip_grad must be Real, got '1'"),
+        ({"loss_scaler": 128}, "loss_scaler must be .*LossScaler"),
+        ({"groups": mpu}, "groups must be ParallelGroups, got <module"),
+        ({"optimizer_factory": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, "optimizer_factory must be .*Callable"),
+        ({"model": [nn.Linear(2, 2)]}, "model must be Module, got"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(one_rank, given, said):
+    good = {
+        "model": nn.Linear(2, 2),
+        "groups": mpu.get_groups(),
+        "optimizer_factory": OPTIMIZERS["sgd"],
+        "group_of": {},
+        "group_settings": [],
+    }
+    with pytest.raises(TypeError, match=f"Engine's {said}"):
+        Engine(**{**good, **given})
+
+
 class Named(nn.Module):
     """Linear layers of one shape, by name, and a root parameter."""
 

@@ -308,6 +308,8 @@ def nesting_case() -> None:
         zero.Init(remote_device="nvme")
     with pytest.raises(TypeError, match=r"dtype='bf16'.*torch\.bfloat16"):
         zero.Init(dtype="bf16")
+    with pytest.raises(TypeError, match=r"first argument is a module.*config_dict_or_path="):
+        zero.Init({"bf16": {"enabled": True}})
     both = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
     for wrong, message in (
         (both, "both enabled"),
