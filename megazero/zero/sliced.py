@@ -83,6 +83,11 @@ class SlicedOptimizer:
         self.torch_optimizer = factory(
             [{**settings, "params": self._masters(index)} for index, settings in enumerate(group_settings)]
         )
+        if not hasattr(self.torch_optimizer, "_optimizer_step_pre_hooks"):
+            raise TypeError(
+                f"The optimizer is a {type(self.torch_optimizer).__name__} without the hooks of torch.optim.Optimizer, which the "
+                "engine needs. Derive it from that class, and call super().__init__(params, defaults) in its __init__."
+            )
         self._steps_slices = False  # step_slices() is under way
         self.attributes: dict[str, Any] = {}
         self._refusals: list[RemovableHandle] = []

@@ -484,6 +484,20 @@ def test_non_elementwise_optimizer_is_refused_by_name(one_rank):
         make_engine(nn.Linear(2, 2), factory=lambda groups: torch.optim.LBFGS(groups[0]["params"]))
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Around another optimizer, without torch's constructor."""
+
+    def __init__(self, groups: list) -> None:
+        self.inner = torch.optim.SGD(groups)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+
+@pytest.mark.parametrize("factory", [Wrapper, lambda groups: None])
+def test_an_optimizer_without_torchs_constructor_is_refused(one_rank, factory):
+    with pytest.raises(TypeError, match=r"optimizer is a (Wrapper|NoneType) without .*super\(\).__init__"):
+        make_engine(nn.Linear(2, 2), factory=factory, allow_untested_optimizer=True)
+
+
 class TiedUnits(nn.Module):
     """Two units with one weight."""
 
