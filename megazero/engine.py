@@ -333,7 +333,14 @@ class Engine:
         self._has_gradients = False
         self._optimizer.zero_grad()
 
+    def _refuse_destroyed(self, what: str) -> None:
+        if self._is_destroyed:
+            raise EngineStateError(
+                f"{what}: this engine was destroyed, and holds nothing. Call it before engine.destroy(), or initialize again."
+            )
+
     def _refuse_without_optimizer(self, what: str) -> None:
+        self._refuse_destroyed(what)
         if self.optimizer is None:
             raise EngineStateError(
                 f"{what} needs an optimizer, and this engine was made without one, for evaluation. To train, give optimizer= to "
@@ -346,10 +353,7 @@ class Engine:
         Args:
             may_have_frozen: accept frozen parameters that were added to the model; they are a problem only when it is saved.
         """
-        if self._is_destroyed:
-            raise EngineStateError(
-                f"{what}: this engine was destroyed, and holds nothing. Call it before engine.destroy(), or initialize again."
-            )
+        self._refuse_destroyed(what)
         changes = self._watch.came_and_left(self.module, may_have_frozen)
         if not changes:
             return

@@ -244,13 +244,14 @@ def test_parameters_frozen_or_unfrozen_since_initialize_are_left_out_or_not(one_
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_destroyed_engine_neither_saves_nor_loads(one_rank, stage, tmp_path):
+def test_a_destroyed_engine_neither_trains_nor_saves_nor_loads(one_rank, stage, tmp_path):
     engine = make_engine(stage)
     train(engine, 1)
     engine.save_checkpoint(str(tmp_path), tag="kept")
     engine.destroy()
     save, load = partial(engine.save_checkpoint, str(tmp_path)), partial(engine.load_checkpoint, str(tmp_path))
-    for call in (save, load, engine.module_state_dict):
+    backward = partial(engine.backward, engine.module[0].weight.sum())
+    for call in (save, load, engine.module_state_dict, backward, engine.step):
         with pytest.raises(RuntimeError, match="this engine was destroyed"):
             call()
     assert list_tags(tmp_path) == ["kept"]
