@@ -286,7 +286,7 @@ class Engine:
                 ReduceLROnPlateau. They must be the same on every rank; otherwise ranks train with different rates.
 
         Raises:
-            TypeError: the schedule's `step` does not take these arguments; nothing has been updated.
+            TypeError: `lr_kwargs` is no dict, or the schedule's `step` does not take it; nothing has been updated.
             ValueError: tensor-parallel ranks have different gradients of a parameter that each of them holds whole, in the first
                 update with one of it; nothing has been updated.
             EngineStateError: no backward preceded it, it is called inside `no_sync`, there is no optimizer, or the model's
@@ -377,6 +377,11 @@ class Engine:
 
     def _refuse_lr_kwargs(self, lr_kwargs: dict[str, Any]) -> None:
         """Raises if the schedule does not take these arguments, before the weights are updated."""
+        if not isinstance(lr_kwargs, Mapping):
+            raise TypeError(
+                f"engine.step({lr_kwargs!r}): it takes lr_kwargs, a dict of arguments for the schedule's step, and calls no "
+                "closure. Call engine.backward(loss) first, and engine.step() without an argument."
+            )
         if self.lr_scheduler is None:
             return
         try:

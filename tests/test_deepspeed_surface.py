@@ -495,6 +495,8 @@ def test_a_schedule_that_needs_metrics_says_so_before_anything_is_updated(one_ra
     before = engine.module_state_dict()
     with pytest.raises(TypeError, match=r"missing a required argument: 'metrics', for ReduceLROnPlateau\.step"):
         one_step(engine, x_of(0))
+    with pytest.raises(TypeError, match=r"engine\.step\(<function .*takes lr_kwargs, .*, and calls no closure"):
+        engine.step(lambda: None)
     assert engine.global_steps == 0 and all(torch.equal(v, before[k]) for k, v in engine.module_state_dict().items())
     engine.step(lr_kwargs={"metrics": 1.0})  # the gradients are still there
     engine.backward(engine(x_of(0)).square().mean())
