@@ -48,6 +48,7 @@ from megazero.zero.unfit import (
     refuse_other_optimizers,
     refuse_scripted,
     refuse_shared_memory,
+    refuse_undense,
     refuse_wrapped,
 )
 from megazero.zero.units import plan_buckets, select_units, share_buckets
@@ -142,6 +143,7 @@ class Engine:
             if not clip_grad >= 0:
                 raise ValueError(f"clip_grad must be a norm, or 0 for none, got {clip_grad}.")
             refuse_wrapped(model)
+            refuse_undense(model)
             refuse_other_groups(model, group_of, len(group_settings))
             if optimizer_factory is not None:
                 refuse_shared_memory(model)

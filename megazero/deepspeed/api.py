@@ -133,7 +133,7 @@ def _trained(
     told: JsonConfig, model: nn.Module, optimizer: Any, model_parameters: Any, lr_scheduler: Any
 ) -> tuple[OptimizerFactory | None, dict[str, int], list[dict[str, Any]]]:
     """The first arguments of `Engine` after the groups, if this rank finds nothing in its own that cannot be trained."""
-    refuse_wrapped(model)  # here too, before the first rank's values are copied to all
+    refuse_wrapped(model)  # these here too, before the first rank's values are copied to all
     refuse_undense(model)
     factory, param_groups = client_optimizer(told, optimizer, model_parameters, model)
     if factory is None:

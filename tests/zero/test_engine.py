@@ -395,6 +395,13 @@ def test_a_model_under_torchs_data_parallelism_is_refused(one_rank):
         make_engine(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))))
 
 
+def test_a_buffer_that_no_checkpoint_could_hold_is_refused(one_rank):
+    model = nn.Linear(2, 2)
+    model.register_buffer("graph", torch.eye(2).to_sparse())
+    with pytest.raises(ValueError, match=r"The buffer 'graph' is a tensor of form sparse_coo, .*to_dense\(\)"):
+        make_engine(model)
+
+
 def test_model_without_anything_to_train_is_refused(one_rank):
     with pytest.raises(ValueError, match="no trainable parameter"):
         make_engine(nn.Linear(2, 2).requires_grad_(False))
