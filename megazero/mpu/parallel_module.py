@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from megazero.comm import ProcessGroup
+from megazero.logging import counted
 from megazero.mpu.groups import group_or_default
 from megazero.mpu.init import InitMethod, init_weight_
 from megazero.mpu.partition import Partition, mark
@@ -81,7 +82,7 @@ def shard_size(layer: str, argument: str, full: int, ranks: int, stride: int = 1
     if full % (ranks * stride):
         each = f" in {stride} stacked matrices" if stride > 1 else ""
         raise ValueError(
-            f"{layer}: {argument}={full}{each} cannot be cut evenly over {ranks} model-parallel ranks. "
+            f"{layer}: {argument}={full}{each} cannot be cut evenly over {counted(ranks, 'model-parallel rank')}. "
             f"Make it a multiple of {ranks * stride}, or choose another --model-parallel-size."
         )
     return full // ranks
