@@ -168,7 +168,7 @@ def _has_only_a_first_save(path: Path) -> bool:
 
 def _start_from_scratch(flags: CheckpointConfig, path: Path) -> None:
     """Logs that --load leads to no checkpoint; or raises, if that looks like a mistake, which would cost hours."""
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         raise ValueError(f"--load {flags.load} is a file: name the directory that a job saves in.")
     if (path / "index.json").is_file():
         raise ValueError(f"--load {flags.load} is one checkpoint: name the directory above it, {path.parent}.")

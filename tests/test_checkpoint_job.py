@@ -218,6 +218,7 @@ def test_a_load_that_points_beside_the_checkpoints_is_no_new_run(corpus, whole, 
     for wrong, words in (
         (whole / "global_step12", "is one checkpoint: name the directory above it"),
         (whole / "latest", "is a file"),
+        ("/dev/null", "is a file"),
         (tmp_path, "holds other files, but no checkpoint of this job"),
     ):
         done = run_job([*FLAGS, *corpus, "--load", str(wrong)], 1)
