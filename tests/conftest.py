@@ -103,7 +103,15 @@ def mapped_files_stay(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
         unlink(path, **options)
 
+    def unlink_path(path: Path, missing_ok: bool = False) -> None:
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
     monkeypatch.setattr(os, "unlink", unlink_unmapped)
+    monkeypatch.setattr(Path, "unlink", unlink_path)  # Python 3.10's own calls what os.unlink was at pathlib's import
 
 
 @pytest.fixture(scope="module")
