@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megazero.comm import ProcessGroup, even_out_groups, is_destroyed, timeout_of, world
+from megazero.comm import ProcessGroup, differing_names, even_out_groups, is_destroyed, timeout_of, world
 from megazero.logging import counted
 
 
@@ -90,7 +90,7 @@ def initialize_model_parallel(model_parallel_size: int, *, timeout_s: float | No
 
     Raises:
         RuntimeError: torch.distributed is not initialised, or the groups exist already.
-        ValueError: the size does not divide the world.
+        ValueError: the size does not divide the world, or is not the same on every rank.
     """
     global _groups
     if not dist.is_initialized():
@@ -104,6 +104,11 @@ def initialize_model_parallel(model_parallel_size: int, *, timeout_s: float | No
             f"{get_groups().model_parallel_size}. Call destroy_model_parallel() first to change it."
         )
     world_size = dist.get_world_size()
+    if differing_names({"size": model_parallel_size}, world()):
+        raise ValueError(
+            f"initialize_model_parallel({model_parallel_size}) on rank {dist.get_rank()}, and another size on another rank. Give "
+            "every rank the same."
+        )
     check_model_parallel_size(world_size, model_parallel_size)
     for key, groups in list(_made.items()):
         if any(is_destroyed(group) for group in (key[0], groups.model, groups.data)):

@@ -56,6 +56,16 @@ def test_model_ranks_are_neighbours_and_data_ranks_strided(world_size):
     run_ranks(world_size, every_size_case)
 
 
+def different_sizes_case():
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match=rf"initialize_model_parallel\({1 + rank}\) on rank {rank}, and another size"):
+        mpu.initialize_model_parallel(1 + rank)
+
+
+def test_ranks_that_give_different_sizes_are_refused():
+    run_ranks(2, different_sizes_case, timeout_s=30)
+
+
 def successive_case():
     before, made = len(dist.distributed_c10d._world.pg_names), []
     for _ in range(2):
