@@ -42,6 +42,7 @@ from megazero.zero.replicas import Replicas
 from megazero.zero.schedule import Schedule
 from megazero.zero.tiling import tile_places
 from megazero.zero.unfit import (
+    refuse_inference_tensors,
     refuse_max_norm,
     refuse_other_groups,
     refuse_other_models,
@@ -144,6 +145,7 @@ class Engine:
                 raise ValueError(f"clip_grad must be a norm, or 0 for none, got {clip_grad}.")
             refuse_wrapped(model)
             refuse_undense(model)
+            refuse_inference_tensors(model.named_parameters())
             refuse_other_groups(model, group_of, len(group_settings))
             if optimizer_factory is not None:
                 refuse_shared_memory(model)

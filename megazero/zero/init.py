@@ -30,6 +30,7 @@ from megazero.zero.layout import NO_GROUP, BucketLayout
 from megazero.zero.nvme_home import NvmeHome
 from megazero.zero.parameter import writers
 from megazero.zero.registry import bucket_of, keep
+from megazero.zero.unfit import refuse_inference_tensors
 from megazero.zero.units import ROOT, BucketPlan, target_dtype
 
 # DeepSpeed's keywords that must stay off, as they are by default, and what to use instead.
@@ -197,6 +198,7 @@ class Init:
 
     def _shard(self, module: nn.Module) -> None:
         own = {n: p for n, p in module.named_parameters(recurse=False) if bucket_of(p) is None and not p.is_meta}
+        refuse_inference_tensors(own.items())
         by_dtype: dict[torch.dtype, dict[str, nn.Parameter]] = {}
         for name, parameter in own.items():
             by_dtype.setdefault(target_dtype(parameter.dtype, self.dtype), {})[name] = parameter

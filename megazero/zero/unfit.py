@@ -49,6 +49,16 @@ def refuse_undense(model: nn.Module) -> None:
             )
 
 
+def refuse_inference_tensors(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises if a parameter was made under `torch.inference_mode`: it can be neither trained nor watched for writes."""
+    for name, parameter in named:
+        if not isinstance(parameter, ReleasedParameter) and parameter.is_inference():
+            raise ValueError(
+                f"Parameter {name!r} was made under torch.inference_mode(), so that it can be neither trained nor given new "
+                "values. Build and load the model outside of it, and run only forwards inside."
+            )
+
+
 def refuse_shared_memory(model: nn.Module) -> None:
     """Raises if two parameters are one memory, of which one is trained: here each has its own, and the tie would be lost."""
     found: dict[Any, tuple[str, nn.Parameter]] = {}  # by where each begins

@@ -402,6 +402,14 @@ def test_a_buffer_that_no_checkpoint_could_hold_is_refused(one_rank):
         make_engine(model)
 
 
+def test_a_model_that_was_made_in_inference_mode_is_refused(one_rank):
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+    for use in (make_engine, zero.Init):
+        with pytest.raises(ValueError, match=r"Parameter 'weight' was made under torch.inference_mode\(\)"):
+            use(model)
+
+
 def test_model_without_anything_to_train_is_refused(one_rank):
     with pytest.raises(ValueError, match="no trainable parameter"):
         make_engine(nn.Linear(2, 2).requires_grad_(False))
