@@ -9,7 +9,7 @@ from dataclasses import fields
 from functools import partial
 from itertools import count
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from megazero.zero.gathered import GatheredParameters
 from megazero.zero.home import Home, MemoryHome
 from megazero.zero.layout import NO_GROUP, BucketLayout
 from megazero.zero.nvme_home import NvmeHome
-from megazero.zero.parameter import writers
+from megazero.zero.parameter import refuse_loading, writers
 from megazero.zero.registry import bucket_of, keep
 from megazero.zero.unfit import refuse_inference_tensors
 from megazero.zero.units import ROOT, BucketPlan, target_dtype
@@ -214,6 +214,8 @@ class Init:
             bucket.weights.release()
             for parameter in parameters.values():
                 keep(parameter, bucket)
+            for hook in refuse_loading([module]):
+                finalize(bucket, hook.remove)  # an engine, which takes the parameters over, has hooks of its own
 
     def _agree(self, what: str) -> None:
         """Raises on every rank unless all have come to `what`: a rank with another module would take its values, or wait."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -195,15 +195,15 @@ class ArrivingParameter(nn.Parameter):
             )
 
 
-def refuse_loading(model: nn.Module) -> list[Any]:
-    """Makes `load_state_dict` of the model or its parts raise helpfully if parameters are sharded; returns the hooks' handles."""
-    return [module.register_load_state_dict_pre_hook(_refuse_load) for module in model.modules()]
+def refuse_loading(modules: Iterable[nn.Module]) -> list[Any]:
+    """Makes `load_state_dict` of each module raise helpfully if its parameters are sharded; returns the hooks' handles."""
+    return [module.register_load_state_dict_pre_hook(_refuse_load) for module in modules]
 
 
 def _refuse_load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     given = {name: p for name, p in module._parameters.items() if prefix + name in state}
     released = [name for name, p in given.items() if isinstance(p, ReleasedParameter)]
-    if released:  # torch would speak of a size mismatch
+    if released and not writers:  # torch would speak of a size mismatch
         raise RuntimeError(
             f"load_state_dict: parameter {prefix + released[0]!r} is sharded over the data-parallel ranks and not gathered now. "
             "Call engine.load_module_state_dict(state) on every rank; or, before there is an engine, load inside of "

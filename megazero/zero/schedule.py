@@ -110,7 +110,7 @@ class Schedule:
 
         Until they are gathered, nothing can be loaded into them.
         """
-        self._handles += [*refuse_loading(model), *self.forwards.watch(model)]
+        self._handles += [*refuse_loading(model.modules()), *self.forwards.watch(model)]
         self._before_forward(model, partial(self._gather, self._of_unit[ROOT], ROOT))
         self._handles.append(model.register_forward_hook(Hook(self._after_model)))
         root = self._root_modules(model)

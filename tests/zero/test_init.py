@@ -410,7 +410,10 @@ def loading_case() -> None:
     torch.manual_seed(0)
     state = {name: torch.full_like(value, 0.5) for name, value in Toy().state_dict().items()}
     engine = make_engine(Toy(), 3)
+    with zero.Init():
+        built = Toy()
     for load in (
+        lambda: built.load_state_dict(state),
         lambda: engine.module.load_state_dict(state),
         lambda: engine.module.blocks[1].load_state_dict(Block(5).state_dict()),
     ):
@@ -422,6 +425,9 @@ def loading_case() -> None:
     assert all(torch.equal(value, state[name]) for name, value in engine.state_dict().items())
     engine.destroy()
     engine.module.load_state_dict(state)
+    make_engine(built, 3).destroy()
+    gc.collect()
+    assert not any(module._load_state_dict_pre_hooks for module in built.modules())
 
 
 def test_loading_into_a_sharded_model_says_how():
