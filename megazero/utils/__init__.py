@@ -1,10 +1,10 @@
 """DeepSpeed's `utils`: full values of sharded parameters, gradients and optimizer states, `zero_to_fp32`, and the logger."""
 
+from importlib import import_module
 from logging import getLogger
 from typing import Any
 
 from megazero.missing_names import missing
-from megazero.utils import zero_to_fp32
 from megazero.zero.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -58,4 +58,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "zero_to_fp32":  # not before: Python warns of a module that runs (-m) and is imported already
+        return import_module("megazero.utils.zero_to_fp32")
     raise missing(__name__, name, _ABSENT.get(name))

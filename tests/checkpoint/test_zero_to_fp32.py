@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,14 @@ def test_the_script_goes_on_where_what_it_says_cannot_be_written(saved, tmp_path
         done = run_script(saved[0], ".", str(tmp_path / "w.bin"), stdout=full)
     assert (done.returncode, done.stderr) == (0, "")
     check(torch.load(tmp_path / "w.bin", weights_only=True), saved[1])
+
+
+def test_the_module_is_the_command_too(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["zero_to_fp32", str(saved[0]), str(tmp_path / "weights.bin")])
+    monkeypatch.delitem(sys.modules, "megazero.utils.zero_to_fp32")  # imported already, which runpy warns of
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("megazero.utils.zero_to_fp32", run_name="__main__")
+    check(torch.load(tmp_path / "weights.bin"), saved[1])
 
 
 def test_the_script_writes_safetensors_in_one_file_and_in_shards(saved, tmp_path):
