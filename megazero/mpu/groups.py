@@ -104,7 +104,7 @@ def initialize_model_parallel(model_parallel_size: int, *, timeout_s: float | No
             f"{get_groups().model_parallel_size}. Call destroy_model_parallel() first to change it."
         )
     world_size = dist.get_world_size()
-    if differing_names({"size": model_parallel_size}, world()):
+    if differing_names({"size": repr(model_parallel_size)}, world()):
         raise ValueError(
             f"initialize_model_parallel({model_parallel_size}) on rank {dist.get_rank()}, and another size on another rank. Give "
             "every rank the same."
