@@ -41,17 +41,7 @@ from megazero.zero.placement import Placement, placed
 from megazero.zero.replicas import Replicas
 from megazero.zero.schedule import Schedule
 from megazero.zero.tiling import tile_places
-from megazero.zero.unfit import (
-    refuse_inference_tensors,
-    refuse_max_norm,
-    refuse_other_groups,
-    refuse_other_models,
-    refuse_other_optimizers,
-    refuse_scripted,
-    refuse_shared_memory,
-    refuse_undense,
-    refuse_wrapped,
-)
+from megazero.zero.unfit import refuse_other_models, refuse_other_optimizers, refuse_unfit
 from megazero.zero.units import plan_buckets, select_units, share_buckets
 
 __all__ = ["Engine", "EngineStateError", "weight_decay_groups"]
@@ -130,11 +120,9 @@ class Engine:
         )
         self.placement: Placement | None = None
         self.set_gradient_accumulation_steps(gradient_accumulation_steps)
-        _check_world(groups)
         if optimizer_factory is None:
             group_of, group_settings, lr_scheduler = {}, [], None  # so that every parameter is frozen
-        self.module = model
-        self.groups = groups
+        self.module, self.groups = model, groups
         self.zero, meter = placed(zero or ZeroConfig(), placement_meter)
         self.sharding = self.zero.sharding
         num_shards = self.zero.num_shards(groups.data_parallel_size)
@@ -143,17 +131,8 @@ class Engine:
             """The model's units, if this rank finds nothing in its arguments that cannot be trained."""
             if not clip_grad >= 0:
                 raise ValueError(f"clip_grad must be a norm, or 0 for none, got {clip_grad}.")
-            refuse_wrapped(model)
-            refuse_undense(model)
-            refuse_inference_tensors(model.named_parameters())
-            refuse_other_groups(model, group_of, len(group_settings))
-            if optimizer_factory is not None:
-                refuse_shared_memory(model)
-                if groups.data_parallel_size > 1 and not self.sharding.parameters:
-                    refuse_max_norm(model)  # sharded parameters refuse every write in a forward
             units = select_units(model, zero_units)
-            if self.sharding.gradients:
-                refuse_scripted(model, set(model.modules() if self.sharding.parameters else units), self.zero.stage)
+            refuse_unfit(model, units, groups, group_of, len(group_settings), self.zero)
             return units
 
         units = comm.together(fit_units)
@@ -773,13 +752,3 @@ def _check_kinds(**given: tuple[Any, Any]) -> None:
     for name, (value, kind) in given.items():
         if not isinstance(value, kind):
             raise TypeError(f"Engine's {name} must be {getattr(kind, '__name__', kind)}, got {value!r}.")
-
-
-def _check_world(groups: ParallelGroups) -> None:
-    """Raises if the world has ranks besides those of the groups."""
-    size = groups.model_parallel_size * groups.data_parallel_size
-    if size != comm.world().size():
-        raise ValueError(
-            f"{groups.model_parallel_size} model-parallel x {groups.data_parallel_size} data-parallel ranks do not make up the "
-            f"world of {comm.world().size()} ranks. Further kinds of parallelism (pipelines) are not supported."
-        )

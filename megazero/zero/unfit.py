@@ -1,4 +1,4 @@
-"""Models that cannot be trained here as torch would train them: each function raises for one kind."""
+"""Models, and settings for them, that cannot be trained here as torch would train them: each function raises for one kind."""
 
 from __future__ import annotations
 
@@ -10,12 +10,52 @@ from torch import Tensor, nn
 
 from megazero import comm
 from megazero.logging import some
+from megazero.mpu.groups import ParallelGroups
+from megazero.zero.config import ZeroConfig
 from megazero.zero.parameter import ReleasedParameter
 from megazero.zero.storage import storage_id
 from megazero.zero.units import shape_of, units_of_parameters
 
 # By name, so that nothing imports torch's FSDP to ask.
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+def refuse_unfit(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    groups: ParallelGroups,
+    group_of: Mapping[str, int],
+    num_groups: int,
+    zero: ZeroConfig,
+) -> None:
+    """Raises if this rank's engine cannot train `model` with these settings; communicates nothing.
+
+    Args:
+        units: of the model, as `select_units` returns them.
+        group_of: as for `Engine`; empty if nothing is to be trained.
+        num_groups: of the optimizer's parameters.
+    """
+    refuse_other_worlds(groups)
+    refuse_wrapped(model)
+    refuse_undense(model)
+    refuse_inference_tensors(model.named_parameters())
+    refuse_other_groups(model, group_of, num_groups)
+    if group_of:
+        refuse_shared_memory(model)
+        if groups.data_parallel_size > 1 and not zero.sharding.parameters:
+            refuse_max_norm(model)  # sharded parameters refuse every write in a forward
+    if zero.sharding.gradients:
+        refuse_scripted(model, set(model.modules() if zero.sharding.parameters else units), zero.stage)
+
+
+def refuse_other_worlds(groups: ParallelGroups) -> None:
+    """Raises if the world has ranks besides those of the groups."""
+    size = groups.model_parallel_size * groups.data_parallel_size
+    if size != comm.world().size():
+        raise ValueError(
+            f"{groups.model_parallel_size} model-parallel x {groups.data_parallel_size} data-parallel ranks do not make up the "
+            f"world of {comm.world().size()} ranks. Further kinds of parallelism (pipelines) are not supported."
+        )
 
 
 def refuse_wrapped(model: nn.Module) -> None:
