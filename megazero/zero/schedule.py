@@ -35,7 +35,7 @@ from megazero.zero.config import ZeroConfig
 from megazero.zero.external import external_parameters, register_external_parameter
 from megazero.zero.forwards import Forwards, in_backward
 from megazero.zero.hooks import Hook, weak_hook
-from megazero.zero.layout import NO_GROUP, Segment
+from megazero.zero.layout import Segment
 from megazero.zero.outputs import first_nodes, makers, without_views
 from megazero.zero.parameter import refuse_loading
 from megazero.zero.reductions import Reductions
@@ -136,15 +136,15 @@ class Schedule:
 
     def watch_gradients(self, bucket: Bucket) -> None:
         """Takes over the gradients of the bucket's parameters as they come."""
-        for segment in bucket.layout.segments:
-            parameter = bucket.parameters[segment.name]
-            if segment.group != NO_GROUP and parameter.requires_grad and segment.name not in self._watched:
-                self._watched.add(segment.name)
-                take = partial(Schedule._take_gradient, segment=segment)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(weak_hook(bucket, take)))
-                if bucket.sharding.parameters:
-                    self._handles.append(parameter.register_hook(weak_hook(bucket, Schedule._gather_for_gradient)))
-                    self._graph_ends.append(bucket.weights.graph_end(segment))
+        for segment in bucket.trained_segments:
+            if segment.name in self._watched:
+                continue
+            self._watched.add(segment.name)
+            parameter, take = bucket.parameters[segment.name], partial(Schedule._take_gradient, segment=segment)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(weak_hook(bucket, take)))
+            if bucket.sharding.parameters:
+                self._handles.append(parameter.register_hook(weak_hook(bucket, Schedule._gather_for_gradient)))
+                self._graph_ends.append(bucket.weights.graph_end(segment))
 
     def close(self) -> None:
         """Removes every hook."""
@@ -274,6 +274,8 @@ class Schedule:
 
         def after_forward(_: nn.Module, __: Any, output: Any) -> Any:
             output = without_views(output, buckets)
+            if index is not None and not in_backward() and self._stays(index):
+                self._staying.add(index)
             if self._is_over(index, was_wanted):
                 for bucket in buckets:
                     if bucket.unit != ROOT and not self.forwards.read(bucket):
@@ -333,10 +335,6 @@ class Schedule:
             # Activation checkpointing runs the module again, and its backward follows at once. A tile's backward follows only
             # after those of all later tiles, unless the backward of this very tile has asked for the recomputation.
             return index in self._linear_tiles and not was_wanted
-        if index is None:
-            return True
-        if self._stays(index):
-            self._staying.add(index)
         return index not in self._staying  # what stays for a backward does so through a forward without gradients
 
     def _gather(self, buckets: list[Bucket], index: int | None = None, in_forward: bool = True) -> None:
