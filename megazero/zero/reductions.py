@@ -48,7 +48,7 @@ class Reductions:
         """Forgets the unfinished state of an earlier backward, and follows which parameters are trained."""
         self._order = [bucket for bucket in self._buckets if bucket.is_trainable]
         self._missing = {bucket: {s.name for s in bucket.trained_segments} for bucket in self._order}
-        self._seen: dict[Bucket, set[str]] = {bucket: set() for bucket in self._order}  # parameters with a gradient
+        self._seen: set[str] = set()  # parameters with a gradient
         self._twice: set[Bucket] = set()  # with a parameter that has got a second one
         self._next = 0  # index of the first bucket in _order that has not been reduced
 
@@ -59,9 +59,9 @@ class Reductions:
         else:
             self._drop(bucket, segment)
         self._missing[bucket].discard(segment.name)
-        if segment.name in self._seen[bucket]:
+        if segment.name in self._seen:
             self._twice.add(bucket)
-        self._seen[bucket].add(segment.name)
+        self._seen.add(segment.name)
 
     def _drop(self, bucket: Bucket, segment: Segment) -> None:
         """Drops a gradient from somebody else's backward, such as that of a generator's loss in its discriminator.
