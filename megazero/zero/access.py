@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,21 @@ from megazero.zero.storage import view_of
 from megazero.zero.units import shape_of
 
 
-def _find(parameter: nn.Parameter) -> tuple[Bucket, Segment, BucketOptimizer] | None:
-    """Where a trained parameter lies; None if it is frozen or no engine holds it."""
+class _Place(NamedTuple):
+    """Where a trained parameter lies, and what trains it."""
+
+    bucket: Bucket
+    segment: Segment
+    optimizer: BucketOptimizer
+
+
+def _find(parameter: nn.Parameter) -> _Place | None:
+    """The place of a trained parameter; None if it is frozen or no engine holds it."""
     bucket = bucket_of(parameter)
     if bucket is None or bucket.optimizer is None or not bucket.is_trainable:
         return None
     bucket.optimizer.finish()
-    return bucket, bucket.segment_of(parameter), bucket.optimizer
+    return _Place(bucket, bucket.segment_of(parameter), bucket.optimizer)
 
 
 @contextmanager
@@ -47,19 +55,21 @@ def _collective(what: str) -> Iterator[None]:
         ) from error
 
 
-def _state_keys(bucket: Bucket, segment: Segment, optimizer: BucketOptimizer, key: str) -> list[str]:
+def _state_keys(place: _Place, key: str) -> list[str]:
     """The names of the states that a parameter has on any rank; `key` is what is asked for. Collective."""
+    bucket, segment, optimizer = place
     # A parameter without elements lies in no slice: it has what the bucket's others have.
     with _collective(f"reading the optimizer's state {key!r}"):
         return optimizer.state_keys_everywhere([bucket], segment if segment.numel else None)[bucket]
 
 
 @contextmanager
-def _owned_state(bucket: Bucket, segment: Segment, optimizer: BucketOptimizer, key: str) -> Iterator[Tensor | None]:
+def _owned_state(place: _Place, key: str) -> Iterator[Tensor | None]:
     """The owned range of one state, zeros if this rank has trained nothing yet; None if the parameter has no such state."""
+    bucket, _, optimizer = place
     if key == MASTER:
         bucket.adopt_written()
-    elif key not in _state_keys(bucket, segment, optimizer, key):
+    elif key not in _state_keys(place, key):
         yield None
         return
     with optimizer.state_at_hand(Tile(bucket, 0, bucket.owned_numel), [key]) as states:
@@ -67,13 +77,10 @@ def _owned_state(bucket: Bucket, segment: Segment, optimizer: BucketOptimizer, k
         yield states[key] if key in states else torch.zeros(bucket.owned_numel, device=device)
 
 
-def _reduced(parameter: nn.Parameter) -> tuple[Bucket, Segment, float] | None:
-    """Bucket, segment, and the factor that turns the sum of gradients into the unscaled mean; None if there is no sum."""
+def _reduced(parameter: nn.Parameter) -> _Place | None:
+    """The place of a parameter whose gradient has been summed over the group; else None."""
     found = _find(parameter)
-    if found is None or not found[0].gradient.is_reduced:
-        return None
-    bucket, segment, optimizer = found
-    return bucket, segment, bucket.gradient.to_mean / optimizer.cur_scale
+    return found if found is not None and found.bucket.gradient.is_reduced else None
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -83,12 +90,12 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """A copy of the full state `optim_state_key` ("exp_avg", "exp_avg_sq"); None if there is none (yet). Collective."""
-    found = _find(param)
-    if found is None:
+    place = _find(param)
+    if place is None:
         return None
-    bucket, segment, optimizer = found
+    bucket, segment, _ = place
     name = "safe_get_full_fp32_param" if optim_state_key == MASTER else "safe_get_full_optimizer_state"
-    with _owned_state(bucket, segment, optimizer, optim_state_key) as owned, _collective(f"{name} of {segment.name}"):
+    with _owned_state(place, optim_state_key) as owned, _collective(f"{name} of {segment.name}"):
         return None if owned is None else view_of(bucket.whole(owned), segment).clone()
 
 
@@ -97,12 +104,12 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
     It is reduced by a step's last backward; at stages 2 and 3 by every backward, as the sum so far.
     """
-    found = _reduced(param)
-    if found is None:
+    place = _reduced(param)
+    if place is None:
         return None
-    bucket, segment, factor = found
+    bucket, segment, _ = place
     with bucket.gradient.at_hand() as owned, _collective(f"safe_get_full_grad of {segment.name}"):
-        return view_of(bucket.whole(owned), segment).float() * factor
+        return _mean(view_of(bucket.whole(owned), segment), place)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -112,22 +119,20 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """A copy of this rank's part of a state: 1-D, possibly empty. Collective: a rank may own nothing that has state."""
-    found = _find(param)
-    if found is None:
+    place = _find(param)
+    if place is None:
         return None
-    bucket, segment, optimizer = found
-    with _owned_state(bucket, segment, optimizer, optim_state_key) as owned:
-        return None if owned is None else bucket.owned_part(owned, segment)[0].detach().clone()
+    with _owned_state(place, optim_state_key) as owned:
+        return None if owned is None else place.bucket.owned_part(owned, place.segment)[0].detach().clone()
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """This rank's part of the mean gradient, without loss scale; None except between a step's last backward and step()."""
-    found = _reduced(param)
-    if found is None:
+    place = _reduced(param)
+    if place is None:
         return None
-    bucket, segment, factor = found
-    with bucket.gradient.at_hand() as owned:
-        return bucket.owned_part(owned, segment)[0].float() * factor
+    with place.bucket.gradient.at_hand() as owned:
+        return _mean(place.bucket.owned_part(owned, place.segment)[0], place)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -147,20 +152,21 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     if optim_state_key == MASTER:
         safe_set_full_fp32_param(param, value)
         return
-    bucket, segment, optimizer = _to_set(param, "safe_set_full_optimizer_state", value)
-    _refuse_stateless(bucket, segment, optimizer, optim_state_key)
-    _set_state(bucket, segment, optimizer, optim_state_key, value.reshape(-1), first=0)
+    place = _to_set(param, "safe_set_full_optimizer_state", value)
+    _refuse_stateless(place, optim_state_key)
+    _set_state(place, optim_state_key, value.reshape(-1), first=0)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Writes the mean gradient (without loss scale) that step() will apply. Every rank calls it with the same full values."""
-    bucket, segment, optimizer = _to_set(param, "safe_set_full_grad", value)
+    place = _to_set(param, "safe_set_full_grad", value)
+    bucket, segment, _ = place
     if not bucket.gradient.is_reduced:
         raise RuntimeError(
             "safe_set_full_grad: there is no gradient; call it between engine.backward() and engine.step()."
         )
     with bucket.gradient.at_hand(writes=True) as owned:
-        bucket.write(owned, segment, _summed(value, bucket, optimizer))
+        bucket.write(owned, segment, _summed(value, place))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -176,50 +182,53 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     if optim_state_key == MASTER:
         safe_set_local_fp32_param(param, value)
         return
-    found = _find(param)
-    if found is None:
+    place = _find(param)
+    if place is None:
         raise KeyError(f"the parameter has no state {optim_state_key!r} (yet).")
-    bucket, segment, optimizer = found
-    _refuse_stateless(bucket, segment, optimizer, optim_state_key)
-    low, high = segment.clip(bucket.owned_range.start, bucket.owned_range.stop)
+    _refuse_stateless(place, optim_state_key)
+    owned, segment = place.bucket.owned_range, place.segment
+    low, high = segment.clip(owned.start, owned.stop)
     _refuse_other_shape(torch.Size([high - low]), value)
-    _set_state(bucket, segment, optimizer, optim_state_key, value, first=low - segment.start)
+    _set_state(place, optim_state_key, value, first=low - segment.start)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Writes this rank's part of the mean gradient (without loss scale): 1-D, with the size that the getter returns."""
-    found = _find(param)
-    if found is None or not found[0].gradient.is_reduced:
+    place = _reduced(param)
+    if place is None:
         raise RuntimeError(
             "safe_set_local_grad: there is no gradient; call it between engine.backward() and engine.step()."
         )
-    bucket, segment, optimizer = found
-    with bucket.gradient.at_hand(writes=True) as owned:
-        _set_local(bucket.owned_part(owned, segment)[0], _summed(value, bucket, optimizer))
+    with place.bucket.gradient.at_hand(writes=True) as owned:
+        _set_local(place.bucket.owned_part(owned, place.segment)[0], _summed(value, place))
 
 
-def _summed(mean: Tensor, bucket: Bucket, optimizer: BucketOptimizer) -> Tensor:
+def _mean(total: Tensor, place: _Place) -> Tensor:
+    """The mean gradient, unscaled, from a sum of scaled ones."""
+    return total.float() * (place.bucket.gradient.to_mean / place.optimizer.cur_scale)
+
+
+def _summed(mean: Tensor, place: _Place) -> Tensor:
     """The sum of scaled gradients that has this mean. In fp32: a loss scale can be too large for fp16 values."""
-    return mean.float() * (optimizer.cur_scale / bucket.gradient.to_mean)
+    return mean.float() * (place.optimizer.cur_scale / place.bucket.gradient.to_mean)
 
 
-def _refuse_stateless(bucket: Bucket, segment: Segment, optimizer: BucketOptimizer, key: str) -> None:
+def _refuse_stateless(place: _Place, key: str) -> None:
     """Raises a KeyError, on every rank, if nothing could be written: one without a part of the parameter cannot tell."""
-    keys = _state_keys(bucket, segment, optimizer, key)
+    keys = _state_keys(place, key)
     if key not in keys:
         raise KeyError(
-            f"the optimizer has no state {key!r} of {segment.name}: it has {keys}, after a step that trains it."
+            f"the optimizer has no state {key!r} of {place.segment.name}: it has {keys}, after a step that trains it."
         )
 
 
-def _set_state(
-    bucket: Bucket, segment: Segment, optimizer: BucketOptimizer, key: str, values: Tensor, first: int
-) -> None:
+def _set_state(place: _Place, key: str, values: Tensor, first: int) -> None:
     """Writes this rank's part of one state from `values`, the elements of the flattened parameter from `first` on."""
+    bucket, segment, optimizer = place
     for tile in bucket.tiles:
         with optimizer.state_at_hand(tile, [key], writes=True) as states:
-            for view, place in optimizer.parts_of(states, tile, key, segment):
-                view.copy_(values[place.start - first : place.stop - first])
+            for view, part in optimizer.parts_of(states, tile, key, segment):
+                view.copy_(values[part.start - first : part.stop - first])
 
 
 def _set_local(part: Tensor, values: Tensor) -> None:
@@ -232,10 +241,8 @@ def _refuse_other_shape(shape: torch.Size, values: Tensor) -> None:
         raise ValueError(f"this rank's part of the parameter has shape {tuple(shape)}, got {tuple(values.shape)}.")
 
 
-def _to_set(
-    parameter: nn.Parameter, setter: str, values: Tensor | None = None
-) -> tuple[Bucket, Segment, BucketOptimizer]:
-    """Where a trained parameter lies that `setter` may write to. Returns once every data-parallel rank has called.
+def _to_set(parameter: nn.Parameter, setter: str, values: Tensor | None = None) -> _Place:
+    """The place of a trained parameter that `setter` may write to. Returns once every data-parallel rank has called.
 
     Args:
         values: the full parameter's new values, to compare shapes.
@@ -244,8 +251,8 @@ def _to_set(
         ValueError: the parameter is not trained, or has another shape.
         RuntimeError: a GatheredParameters context holds the parameter, or a rank did not call: only half of it would be set.
     """
-    found, bucket = _find(parameter), bucket_of(parameter)
-    if found is None:
+    place, bucket = _find(parameter), bucket_of(parameter)
+    if place is None:
         segment = None if bucket is None or bucket.schedule is None else bucket.segment_of(parameter)
         if segment is not None and segment.group != NO_GROUP and parameter.requires_grad:
             raise ValueError(
@@ -255,14 +262,14 @@ def _to_set(
         raise ValueError(
             "the parameter is not trained by an engine, so it has no fp32 weights, gradient or optimizer state."
         )
-    bucket, segment, optimizer = found
+    bucket, segment, _ = place
     bucket.refuse_if_held("setting a value")
     if values is not None and tuple(values.shape) != segment.shape:
         raise ValueError(
             f"{segment.name}: values of shape {tuple(values.shape)} for a parameter of shape {segment.shape}."
         )
     bucket.channel.meet(f"{setter} of {segment.name}")
-    return bucket, segment, optimizer
+    return place
 
 
 def copied(value: Any) -> Any:
