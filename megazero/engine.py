@@ -471,7 +471,7 @@ class Engine:
     @property
     def device(self) -> torch.device:
         """Where the model computes."""
-        return self.buckets[0].weights.flat.device
+        return self.buckets[0].device
 
     def train(self, mode: bool = True) -> Engine:
         """Sets the module's training mode. Switching to evaluation first completes an update that goes on: all ranks do it."""

@@ -47,7 +47,7 @@ class BackgroundUpdate:
         done: Callable[[Bucket], None] = lambda _: None,
     ) -> None:
         self._gradients = {bucket: bucket.gradient.take() for bucket in buckets}
-        self._device = buckets[0].weights.flat.device
+        self._device = buckets[0].device
         update = Update(optimizer, self._gradients, factor, in_background=True, staged=staged, done=done)
         self.has_failed = False
         self._error: BaseException | None = None

@@ -127,7 +127,7 @@ class Bucket:
             master = home.hold(whole[self.owned_range].float(), copy=whole.dtype == torch.float32)
         self.states[MASTER] = master
         self._share_master()
-        self._gradient = Gradient(self.plan, self.channel, weights.flat.device, home, self._predivide)
+        self._gradient = Gradient(self.plan, self.channel, self.device, home, self._predivide)
 
     def _share_master(self) -> None:
         """Has the master weights serve as the shard of P if O is on the device, where P is needed, or both rest in one memory."""
@@ -147,6 +147,11 @@ class Bucket:
         """G of a trained bucket."""
         assert self._gradient is not None, "a frozen bucket has no G"
         return self._gradient
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the model computes on."""
+        return self.weights.flat.device
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -408,7 +413,7 @@ class Bucket:
         """
         if not self.sharding.optimizer:
             return owned.detach().clone()
-        out = torch.empty(self.layout.numel, dtype=owned.dtype, device=self.weights.flat.device)
+        out = torch.empty(self.layout.numel, dtype=owned.dtype, device=self.device)
         out[self.owned_range].copy_(owned.detach())
         self.channel.all_gather_(out, self.name).wait()
         return out

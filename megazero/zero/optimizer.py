@@ -109,7 +109,7 @@ class BucketOptimizer(SlicedOptimizer):
         self._overlaps_param_gather, self._overlaps_update = zero.overlap_param_gather, zero.overlaps_update
         self.overflow = False
         self._pending: BackgroundUpdate | None = None
-        device = buckets[0].weights.flat.device
+        device = buckets[0].device
         # For the new weights of an update that overlaps a forward.
         self._stream = torch.cuda.Stream(device) if zero.overlaps_update and comm.has_streams(device) else None
         self.is_torn = False  # an update or a load has failed in the middle
@@ -298,7 +298,7 @@ class BucketOptimizer(SlicedOptimizer):
         norm is the same in every stage, whichever parameters share a bucket. Parameters that all tensor-parallel ranks hold count
         once.
         """
-        device, gradients = self.buckets[0].weights.flat.device, [bucket.gradient for bucket in self._trained]
+        device, gradients = self.buckets[0].device, [bucket.gradient for bucket in self._trained]
         portions = [portion for gradient in gradients for portion in gradient.norms()]
         norms = [norm for span, norm in portions if self.counts_replicated or not span.is_replicated]
         total = torch.zeros((), dtype=torch.float64, device=device)

@@ -90,7 +90,7 @@ class Orthogonal:
         return [p for p in self._optimizer.slices_of[bucket] if p.is_trained and self._is_muons(p.span)]
 
     def _gather(self, bucket: Bucket) -> tuple[Tensor, Work | None]:
-        whole = torch.zeros(bucket.layout.numel, dtype=torch.bfloat16, device=bucket.weights.flat.device)
+        whole = torch.zeros(bucket.layout.numel, dtype=torch.bfloat16, device=bucket.device)
         for piece in self._pieces(bucket):
             assert piece.master.grad is not None
             whole[piece.span.start : piece.span.stop].copy_(piece.master.grad, non_blocking=True)
