@@ -104,7 +104,7 @@ class Megazero(EngineSide):
         if self.job.muon:
             return None
         bucket = self.engine.buckets[0]
-        gradient, weight = bucket.gradient.reduce_dtype.itemsize, bucket.weights.flat.dtype.itemsize
+        gradient, weight = bucket.plan.reduce_dtype.itemsize, bucket.weights.flat.dtype.itemsize
         traffic = self.engine.channel.traffic
         reduced = traffic["all_reduce"].elements + traffic["reduce_scatter"].elements
         return reduced * gradient + traffic["all_gather"].elements * weight

@@ -34,24 +34,21 @@ class Gradient:
         predivide: gradients are divided by this before they are summed over the group, to avoid overflow in 16 bits.
 
     Attributes:
-        name: the bucket's name, which ranks compare before they exchange anything.
         owned_range: the range that this rank's optimizer updates: its shard, or the whole bucket if O is whole.
         is_sharded: only the owned range is kept between reductions.
         dtype: the dtype in which gradients accumulate.
-        reduce_dtype: the dtype of gradients on the wire.
     """
 
     def __init__(self, plan: BucketPlan, channel: Channel, device: torch.device, home: Home, predivide: float) -> None:
-        self.name, self.layout, self.is_sharded = plan.name, plan.layout, plan.sharding.gradients
-        self.dtype, self.reduce_dtype, self._early_bytes = plan.grad_dtype, plan.reduce_dtype, plan.early_bytes
-        self.owned_range, self._owns_all = plan.owned_range(channel.rank), not plan.sharding.optimizer
+        self.plan, self.layout, self.owned_range = plan, plan.layout, plan.owned_range(channel.rank)
+        self.is_sharded, self.dtype = plan.sharding.gradients, plan.grad_dtype
         self.channel, self.device, self.home, self.predivide = channel, device, home, predivide
         self.whole: Tensor | None = None  # this rank's sum, [layout.numel]
         self._owned: Vector | None = None
         self._norms: list[tuple[Span, Tensor]] | None = None  # taken before the owned part left memory
         self.is_reduced = False
         self._filled: set[str] = set()  # segments that have received a gradient since the last reduction
-        self._early: list[tuple[Segment, Tensor]] = []  # gradients that wait for `whole`, at most `_early_bytes`
+        self._early: list[tuple[Segment, Tensor]] = []  # gradients that wait for `whole`, at most `plan.early_bytes`
         self._work: Work | None = None
         self._wire: Tensor | None = None  # the tensor that is being reduced
         self._reduced_before: Tensor | None = None  # the sum reduced before a late gradient arrived
@@ -116,7 +113,7 @@ class Gradient:
     def _is_early(self, grad: Tensor) -> bool:
         """Whether this gradient may wait as well."""
         nbytes = sum(waiting.untyped_storage().nbytes() for waiting in (grad, *(other for _, other in self._early)))
-        return nbytes <= self._early_bytes
+        return nbytes <= self.plan.early_bytes
 
     def reduce(self) -> None:
         """Starts to sum the accumulated gradients over the group; `wait` finishes. Parameters without gradient count as zero."""
@@ -134,11 +131,11 @@ class Gradient:
         self._filled.clear()
         if self.predivide != 1.0:
             whole.div_(self.predivide)
-        self._wire = whole.to(self.reduce_dtype)  # G itself if the dtypes are equal
+        self._wire = whole.to(self.plan.reduce_dtype)  # G itself if the dtypes are equal
         if self.is_sharded:
             self.whole = None  # a later gradient of this step starts a new one
-        reduce = self.channel.all_reduce_ if self._owns_all else self.channel.reduce_scatter_
-        self._work = reduce(self._wire, self.name)
+        reduce = self.channel.reduce_scatter_ if self.plan.sharding.optimizer else self.channel.all_reduce_
+        self._work = reduce(self._wire, self.plan.name)
 
     def wait(self) -> None:
         """Finishes `reduce`: `owned` is then the sum over the group. A second call does nothing."""
