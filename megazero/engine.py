@@ -185,7 +185,7 @@ class Engine:
         self.schedule = Schedule(model, units, self.buckets, self.zero)
         if meter is not None and (host := self.homes.optimizer) is not None:
             self.placement = Placement(self.schedule, self._optimizer, self.zero, meter, host, self._accumulation_steps)
-        self._checkpointed = TrainingState(
+        self._training_state = TrainingState(
             model, groups, cuts, tile_places(model), self.buckets, self._optimizer, self.lr_scheduler, self.zero.stage
         )
         self.saver = Saver()
@@ -302,10 +302,10 @@ class Engine:
         self._grad_norm = self.schedule.waiting.until(partial(self._optimizer.update, later), "engine.step()")
         if self.placement is not None:
             self.placement.follow()
-        self._checkpointed.global_steps += 1
+        self._training_state.global_steps += 1
         self.schedule.waiting.steps_done = self.global_steps
         if self._optimizer.overflow:
-            self._checkpointed.skipped_steps += 1
+            self._training_state.skipped_steps += 1
             return
         self._is_applied = True
         if self.lr_scheduler is not None:
@@ -443,12 +443,12 @@ class Engine:
     @property
     def global_steps(self) -> int:
         """Optimizer steps done, skipped ones included."""
-        return self._checkpointed.global_steps
+        return self._training_state.global_steps
 
     @property
     def skipped_steps(self) -> int:
         """Optimizer steps skipped because gradients were not finite."""
-        return self._checkpointed.skipped_steps
+        return self._training_state.skipped_steps
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the weights: it did not between boundaries, nor if a gradient overflowed."""
@@ -583,7 +583,7 @@ class Engine:
         self._optimizer.finish()
         self._optimizer.refuse_torn()
         snapshot, index = capture(
-            self._checkpointed,
+            self._training_state,
             client_state or {},
             save_optimizer=save_optimizer and self.optimizer is not None,
             save_rng=save_rng,
@@ -645,7 +645,7 @@ class Engine:
         self.saver.wait()
         was_torn = self._optimizer.is_torn
         path, client = loader.load(
-            self._checkpointed,
+            self._training_state,
             load_dir,
             tag,
             load_optimizer_states=load_optimizer_states,

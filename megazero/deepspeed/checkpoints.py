@@ -55,7 +55,7 @@ class CheckpointingEngine(Engine):
             raise ValueError(f"save_checkpoint needs a directory, got save_dir={save_dir!r}.")
         if isinstance(tag, Mapping):
             raise TypeError("save_checkpoint: the tag is a dict. Pass the client state by name: client_state=...")
-        self._checkpointed.counters["global_samples"] = int(self.global_samples)  # which a script may set, to numpy's
+        self._training_state.counters["global_samples"] = int(self.global_samples)  # which a script may set, to numpy's
         super().save_checkpoint(
             save_dir,
             self._agreed_tag(tag),
@@ -133,7 +133,7 @@ class CheckpointingEngine(Engine):
             **options,
         )
         if not load_module_only:
-            self.global_samples = self._checkpointed.counters.get("global_samples", 0)
+            self.global_samples = self._training_state.counters.get("global_samples", 0)
         return str(path), client
 
     def save_16bit_model(
@@ -176,7 +176,7 @@ class CheckpointingEngine(Engine):
             written = {name: value for name, value in state.items() if name not in frozen}
             os.makedirs(save_dir, exist_ok=True)
             with written_aside(Path(save_dir) / save_filename) as file:
-                torch.save(join_tiles(written, self._checkpointed.tiles), file)
+                torch.save(join_tiles(written, self._training_state.tiles), file)
 
         comm.together(write if is_first else None)
         return True
@@ -195,7 +195,7 @@ class CheckpointingEngine(Engine):
         known, state_dict = self.module.state_dict(keep_vars=True), dict(state_dict)
 
         def cut() -> None:
-            errors = cut_whole(state_dict, {name: p for name, p in self._checkpointed.tiles.items() if name in known})
+            errors = cut_whole(state_dict, {name: p for name, p in self._training_state.tiles.items() if name in known})
             if errors:
                 raise RuntimeError(f"load_module_state_dict: {' '.join(errors)}")
 
