@@ -209,7 +209,7 @@ class BucketOptimizer(SlicedOptimizer):
                 f"{kind} with states on NVMe would need all of them in memory at a time: its step() cannot be called for a "
                 "part of them, or has hooks. Use torch.optim.AdamW or CPUAdam, without hooks."
             )
-        if later and not self.is_adam_apart:
+        if later and self.adam_apart is None:
             raise ValueError(
                 f"--delayed-param-update needs Adam or AdamW (fused), without hooks, on the host, got {kind}: the update runs in "
                 "the background, beside a schedule that changes learning rates."
@@ -260,11 +260,11 @@ class BucketOptimizer(SlicedOptimizer):
                 bucket.weights.wait_gathered()
 
     @property
-    def is_adam_apart(self) -> bool:
-        """Whether every update is one of Adam that can run in a thread, beside a schedule that changes learning rates."""
-        return self.steps_apart and all(
-            AdamSettings.of(self.torch_optimizer, group) is not None for group in self.param_groups
-        )
+    def adam_apart(self) -> list[AdamSettings] | None:
+        """Each group's settings now, if updates are Adam's and can run in a thread, beside a schedule that changes them."""
+        found = [AdamSettings.of(self.torch_optimizer, group) for group in self.param_groups]
+        settings = [each for each in found if each is not None]
+        return settings if self.steps_apart and len(settings) == len(found) else None
 
     @property
     def _late(self) -> list[Bucket]:
@@ -276,7 +276,7 @@ class BucketOptimizer(SlicedOptimizer):
         is_away = all(
             bucket.optimizer_home.link is not None or bucket.states[MASTER].resident is None for bucket in self._trained
         )
-        if not (self._overlaps_update and is_away and self.is_adam_apart):
+        if not (self._overlaps_update and is_away and self.adam_apart is not None):
             return []
         return [b for b in self._trained[::-1] if b.weights.is_sharded or self._overlaps_param_gather]
 

@@ -48,8 +48,7 @@ class Update:
         self._optimizer, self._gradients, self._factor = optimizer, gradients, factor
         self._in_background, self._staged, self._done = in_background, staged, done
         # As they are at this moment: hooks may come, and a schedule may change settings, while it runs in the background.
-        self._steps_apart, self._is_adam = optimizer.steps_apart, optimizer.is_adam_apart
-        self._settings = [AdamSettings.of(optimizer.torch_optimizer, group) for group in optimizer.param_groups]
+        self._steps_apart, self._adam = optimizer.steps_apart, optimizer.adam_apart
         self._scaling = self._kernel_scale() if optimizer.scales_itself and gradients else {}
         self._brought: dict[Tile, Vector] = {}  # tiles of whole gradients that lie across the link from O
 
@@ -109,16 +108,16 @@ class Update:
     def _step_tiles(self, tiles: list[Tile]) -> None:
         with ExitStack() as at_hand:
             states = {tile: self._bring(tile, at_hand) for tile in tiles}
-            is_one_pass = len(tiles) == 1 and self._is_one_pass(tiles[0].bucket)  # the host gets tiles one by one
-            if is_one_pass:
-                self._step_in_one_pass(tiles[0], states[tiles[0]])
+            adam = self._one_pass_adam(tiles[0].bucket) if len(tiles) == 1 else None  # the host gets tiles one by one
+            if adam is not None:
+                self._step_in_one_pass(tiles[0], states[tiles[0]], adam)
             else:
                 for tile in tiles:
                     self._set_gradients(tile, at_hand)
                 self._optimizer.step_slices(**self._scaling)
             for tile in tiles:
                 self._take_back(tile, states[tile])
-                if not is_one_pass:
+                if adam is None:
                     self._write_weights(tile, states[tile][MASTER])
 
     def _bring(self, tile: Tile, at_hand: ExitStack) -> dict[str, Tensor]:
@@ -168,11 +167,12 @@ class Update:
 
     # ---- Adam on the host in one pass over memory: cast, scale, update and write P; the bits are torch's between casts
 
-    def _is_one_pass(self, bucket: Bucket) -> bool:
+    def _one_pass_adam(self, bucket: Bucket) -> list[AdamSettings] | None:
+        """Adam's settings by group, if the bucket's tiles are stepped so; else None."""
         is_wanted = _has_16_bits(bucket) or self._in_background
-        return is_wanted and self._is_adam and bucket.optimizer_home.device.type == "cpu"
+        return self._adam if is_wanted and bucket.optimizer_home.device.type == "cpu" else None
 
-    def _step_in_one_pass(self, tile: Tile, states: dict[str, Tensor]) -> None:
+    def _step_in_one_pass(self, tile: Tile, states: dict[str, Tensor], adam: list[AdamSettings]) -> None:
         bucket = tile.bucket
         factor, pieces = self._factor * bucket.gradient.to_mean, self._slices(tile)
         # The compiled kernel takes time and memory to load. That pays off when the device has to wait for the host's Adam.
@@ -180,8 +180,7 @@ class Update:
         place = self._place_of_weights(tile, [part for _, part in pieces])
         with self._gradient(tile) as owned, place or nullcontext() as weights:
             for piece, part in pieces:
-                settings, state = self._settings[piece.span.group], self._optimizer.state[piece.master]
-                assert settings is not None, "_is_adam"
+                settings, state = adam[piece.span.group], self._optimizer.state[piece.master]
                 if not state:
                     self._optimizer.begin_adam(piece)
                 state["step"] += 1
