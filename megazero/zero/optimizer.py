@@ -169,11 +169,11 @@ class BucketOptimizer(SlicedOptimizer):
         norm = self.grad_norm()
         self.overflow = not norm < float("inf")  # also true for NaN
         if not self.overflow:
-            late = [] if self._is_first else self._late
+            late = self._late
             if self._is_first:
                 # Moments are made, and stay: torch would cut up the blocks that activations come back for.
                 torch.cuda.empty_cache()
-                self._is_first = False
+                late, self._is_first = [], False
             clip = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
             factor = clip / self.cur_scale
             self.is_torn = True
@@ -311,11 +311,12 @@ class BucketOptimizer(SlicedOptimizer):
         """The first parameter, in backward order, whose gradient is inf or NaN, and the rank that saw it. Collective."""
         mine: tuple[int, str] | None = None  # the place of its bucket, and what to call it
         for place, bucket in enumerate(self._trained):
-            if mine is None:
-                with bucket.gradient.at_hand() as owned:
-                    parts = {segment.name: bucket.owned_part(owned, segment)[0] for segment in bucket.layout.segments}
-                    name = next((name for name, part in parts.items() if not bool(torch.isfinite(part).all())), None)
-                mine = (place, f"{name} (rank {torch.distributed.get_rank()})") if name else None
+            with bucket.gradient.at_hand() as owned:
+                parts = {segment.name: bucket.owned_part(owned, segment)[0] for segment in bucket.layout.segments}
+                name = next((name for name, part in parts.items() if not bool(torch.isfinite(part).all())), None)
+            if name is not None:
+                mine = (place, f"{name} (rank {torch.distributed.get_rank()})")
+                break
         found = filter(None, comm.all_gathered_objects(mine))
         return min(found, key=itemgetter(0), default=(0, "no single parameter"))[1]
 
