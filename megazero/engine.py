@@ -171,7 +171,7 @@ class Engine:
             return optimizer, lr_scheduler(optimizer) if lr_scheduler else None
 
         try:
-            self._optimizer, self.lr_scheduler = comm.together(make_optimizer)
+            self._optimizer, schedule = comm.together(make_optimizer)
             refuse_other_optimizers(self._optimizer.torch_optimizer)
             if isinstance(self._optimizer.torch_optimizer, Muon):
                 self._optimizer.attributes["orthogonalize"] = Orthogonal(self._optimizer, cuts, groups.model)
@@ -186,7 +186,7 @@ class Engine:
         if meter is not None and (host := self.homes.optimizer) is not None:
             self.placement = Placement(self.schedule, self._optimizer, self.zero, meter, host, self._accumulation_steps)
         self._training_state = TrainingState(
-            model, groups, cuts, tile_places(model), self.buckets, self._optimizer, self.lr_scheduler, self.zero.stage
+            model, groups, cuts, tile_places(model), self.buckets, self._optimizer, schedule, self.zero.stage
         )
         self.saver = Saver()
         self._watch = ModelWatch(self.buckets)
@@ -449,6 +449,15 @@ class Engine:
     def skipped_steps(self) -> int:
         """Optimizer steps skipped because gradients were not finite."""
         return self._training_state.skipped_steps
+
+    @property
+    def lr_scheduler(self) -> Any | None:
+        """The schedule that every update advances and checkpoints save; None if there is none. It may be set."""
+        return self._training_state.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, schedule: Any | None) -> None:
+        self._training_state.lr_scheduler = schedule
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the weights: it did not between boundaries, nor if a gradient overflowed."""

@@ -636,7 +636,6 @@ def test_cycled_momentum_continues(one_rank, tmp_path, is_part):
         cycle = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
         parts = [cycle, lr_scheduler.ConstantLR(optimizer)]
         engine.lr_scheduler = lr_scheduler.SequentialLR(optimizer, parts, [9]) if is_part else cycle
-        engine._training_state.lr_scheduler = engine.lr_scheduler
         return engine
 
     engine = build()
