@@ -337,13 +337,11 @@ class Engine:
             may_have_frozen: accept frozen parameters that were added to the model; they are a problem only when it is saved.
         """
         self._refuse_destroyed(what)
-        changes = self._watch.came_and_left(self.module, may_have_frozen)
-        if not changes:
-            return
-        raise EngineStateError(
-            f"{what}: {changes} since the engine was made, which trains and saves those of that time. Add, "
-            "replace and tie parameters before initialize; or call engine.destroy() on every rank first, and initialize again."
-        )
+        if changes := self._watch.came_and_left(self.module, may_have_frozen):
+            raise EngineStateError(
+                f"{what}: {changes} since the engine was made, which trains and saves those of that time. Add, replace and tie "
+                "parameters before initialize; or call engine.destroy() on every rank first, and initialize again."
+            )
 
     def _refuse_unready(self, lr_kwargs: dict[str, Any]) -> None:
         """Raises if an update could not do what it should, before the update changes anything."""

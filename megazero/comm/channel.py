@@ -147,10 +147,8 @@ class Channel:
         Raises:
             RuntimeError: on every rank, naming the first difference; or some ranks did not come within the timeout.
         """
-        noted = self._reductions.take_noted() if self.num_ranks > 1 else None
-        if noted is None:
-            return
-        self._meeting.compare("the first engine.step()", noted)
+        if self.num_ranks > 1 and (noted := self._reductions.take_noted()) is not None:
+            self._meeting.compare("the first engine.step()", noted)
 
     def reset_traffic(self) -> None:
         """Sets all counters to zero."""
