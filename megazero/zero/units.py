@@ -104,10 +104,10 @@ def select_units(model: nn.Module, wanted: Sequence[nn.Module | type[nn.Module]]
     modules = {item for item in wanted if not isinstance(item, type)}
     units = {m: name for name, m in model.named_modules() if isinstance(m, classes) or m in modules}
     for item in wanted:
-        if not (any(isinstance(unit, item) for unit in units) if isinstance(item, type) else item in units):
-            name = item.__name__ if isinstance(item, type) else type(item).__name__
+        kind = item if isinstance(item, type) else type(item)
+        if not any(unit is item or (kind is item and isinstance(unit, kind)) for unit in units):
             raise ValueError(
-                f"zero_units names {name}, which the model does not contain. Name its modules or their classes."
+                f"zero_units names {kind.__name__}, which the model does not contain. Name its modules or their classes."
             )
     for outer in units:
         for inner in outer.modules():
