@@ -54,8 +54,8 @@ class Homes:
             OSError: the swap file cannot be created in `nvme_path`; OtherRankError on the other ranks.
         """
         pin, swap, link = config.pin_memory, None, None
-        is_trained, is_split = any(plan.is_trainable for plan in plans), config.offload_optimizer == "none"
-        if config.offload_param != "none" and is_split and is_trained:
+        is_trained = any(plan.is_trainable for plan in plans)
+        if is_trained and config.offload_param != "none" and config.offload_optimizer == "none":
             logger.warning(
                 "--offload-param %s has no effect on trained parameters while --offload-optimizer is none: the fp32 master "
                 "weights on the device serve as their shards. Offload the optimizer as well.",
