@@ -233,14 +233,13 @@ class SlicedOptimizer:
             name = next((name for name in _names_in(piece) if name in counters), None)
             if name is not None:
                 self._fill_state(piece, counters[name], keys.get(name, ()))
-        for index, group in enumerate(self.param_groups):
-            group["params"] = self._masters(index)
-        for piece in self.slices:
-            if self._flat_at_birth and piece.master not in self.state:
+            elif self._flat_at_birth:
                 for key, value in self._flat_at_birth.items():
                     with self._vector(piece.bucket, key).at_hand(piece.start, piece.stop, writes=True) as part:
                         part.fill_(value)
                 self._fill_state(piece, self._scalars_at_birth, self._flat_at_birth)
+        for index, group in enumerate(self.param_groups):
+            group["params"] = self._masters(index)
 
     def _fill_state(self, piece: Slice, counters: Counters, keys: Iterable[str]) -> None:
         """Gives the torch optimizer a slice's state: the bucket's tensors under `keys`, else zeros, and scalars of `counters`."""
