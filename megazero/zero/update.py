@@ -49,7 +49,7 @@ class Update:
         self._in_background, self._staged, self._done = in_background, staged, done
         # As they are at this moment: hooks may come, and a schedule may change settings, while it runs in the background.
         self._steps_apart, self._adam = optimizer.steps_apart, optimizer.adam_apart
-        self._scaling = self._kernel_scale() if optimizer.scales_itself and gradients else {}
+        self._scaling = self._kernel_scale() if optimizer.scales_itself else {}
         self._brought: dict[Tile, Vector] = {}  # tiles of whole gradients that lie across the link from O
 
     def run(self) -> None:
