@@ -31,7 +31,7 @@ class Forwards:
         return self._modules[-1] if self._modules else None
 
     @property
-    def train(self) -> bool:
+    def expects_backward(self) -> bool:
         """Whether a backward will follow. Also true in a checkpointed part, which keeps no activations and runs under no_grad."""
         return torch.is_grad_enabled() or (self._has_graph and bool(self._modules))
 

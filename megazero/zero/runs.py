@@ -79,7 +79,7 @@ class Runs:
                     self._end(index)
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if not self._reductions.trains or not self._forwards.train:
+            if not self._reductions.trains or not self._forwards.expects_backward:
                 return
             if not torch.is_grad_enabled():
                 self._again.add(index)
@@ -122,7 +122,7 @@ class Runs:
             places = [place for place, (unit, _) in enumerate(self._order) if unit == index]
             if places:  # its last run is recomputed: those after it are over
                 self._end_after(self._order, places[-1] + 1, is_recomputed=True)
-        elif self._reductions.trains and self._forwards.train:
+        elif self._reductions.trains and self._forwards.expects_backward:
             while self._order and self._order[-1][1]() is None:
                 self._order.pop()  # any number of forwards may be dropped before a backward
             run = Run()

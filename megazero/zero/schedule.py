@@ -264,7 +264,7 @@ class Schedule:
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal was_wanted, run
-            if self._first is None and index is not None and self.forwards.train and not in_backward():
+            if self._first is None and index is not None and self.forwards.expects_backward and not in_backward():
                 self._first = index
             if index is not None:
                 run = self._runs.begin(index)
@@ -365,7 +365,7 @@ class Schedule:
         if not self._overlaps_comm:
             return
         step = -1 if in_backward() else 1
-        ahead = self.residency.ahead(index, step, self._live, trains=step < 0 or self.forwards.train)
+        ahead = self.residency.ahead(index, step, self._live, trains=step < 0 or self.forwards.expects_backward)
         done = self._begun if step < 0 else set()
         ahead = [unit for unit in ahead if not (in_forward and step < 0 and unit in self._linear_tiles)]
         further = self.residency.after(ahead[-1] if ahead else index, step)[:FETCHES_BEFORE_GATHER]
@@ -392,7 +392,7 @@ class Schedule:
     def _stays(self, index: int) -> bool:
         # A recomputed tile is gathered for its recomputation and again for its backward, which comes only after the recomputation
         # of all tiles of its layer.
-        trains = torch.is_grad_enabled() if index in self._linear_tiles else self.forwards.train
+        trains = torch.is_grad_enabled() if index in self._linear_tiles else self.forwards.expects_backward
         return trains and self.residency.stays(index, self._live)
 
     def _after_model(self, _: nn.Module, __: Any, output: Any) -> Any:
