@@ -263,13 +263,13 @@ class Schedule:
         run: Run | None = None
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
-            nonlocal was_wanted, run
-            if self._first is None and index is not None and self.forwards.expects_backward and not in_backward():
-                self._first = index
+            nonlocal inputs, was_wanted, run
             if index is not None:
+                if self._first is None and self.forwards.expects_backward and not in_backward():
+                    self._first = index
                 run = self._runs.begin(index)
             was_wanted = any(bucket.weights.is_allocated for bucket in buckets)
-            inputs[:] = makers((args, kwargs))
+            inputs = makers((args, kwargs))
             self._gather(buckets, index)
 
         def after_forward(_: nn.Module, __: Any, output: Any) -> Any:
@@ -287,9 +287,8 @@ class Schedule:
             return output
 
         def forget_inputs(*_: Any) -> None:  # and their graphs, which would otherwise outlive a failed forward
-            nonlocal run
-            inputs.clear()
-            run = None
+            nonlocal inputs, run
+            inputs, run = [], None
 
         self._handles.append(module.register_forward_pre_hook(Hook(before_forward), with_kwargs=True, prepend=True))
         self._handles.append(module.register_forward_hook(Hook(after_forward)))
