@@ -157,8 +157,10 @@ def mapping(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
-        why = "Its file system must let files be mapped: keep it on one that does"
-        raise OSError(error.errno, f"could not map {path} into memory: {error.strerror}. {why}") from error
+        advice = "Its file system must let files be mapped: keep it on one that does"
+        if error.errno in (errno.EMFILE, errno.ENOMEM):  # a mapped file counts as an open one
+            advice = "Raise the limits of open files and of memory (ulimit -n, -v)"
+        raise OSError(error.errno, f"could not map {path} into memory: {error.strerror}. {advice}") from error
 
 
 @contextmanager

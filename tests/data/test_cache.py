@@ -40,12 +40,19 @@ def test_built_once(tmp_path):
     assert key_of({"a": 1, "b": 2}) == key_of({"b": 2, "a": 1}) != key_of({"a": 1, "b": 3})
 
 
-def test_an_array_that_its_file_system_cannot_map_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (errno.ENODEV, r"No such device\. Its file system must"),
+        (errno.EMFILE, r"Too many open files\. Raise the limits of open files"),
+    ],
+)
+def test_an_array_that_cannot_be_mapped_is_named_with_what_helps(tmp_path, monkeypatch, code, said):
     def refused(*_, **__):
-        raise OSError(errno.ENODEV, "No such device")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(mmap, "mmap", refused)
-    with pytest.raises(OSError, match=r"could not map .*-a\.npy into memory: No such device\. Its file system must"):
+    with pytest.raises(OSError, match=rf"could not map .*-a\.npy into memory: {said}"):
         ArrayCache(tmp_path).load_or_build(DESCRIPTION, arrays)
 
 
