@@ -121,11 +121,21 @@ def _write(block: np.ndarray, out: np.ndarray, start: int) -> None:
 
 
 def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """`function` as machine code, which the next process finds on the disk if it can be kept there."""
     options = {"nogil": True, "error_model": "numpy"}  # which divides without looking for zero
+    fresh = _njit(**options)(function)
     try:
-        return _njit(cache=True, **options)(function)
+        kept = _njit(cache=True, **options)(function)
     except RuntimeError:  # there is no directory to write the machine code to
-        return _njit(**options)(function)
+        return fresh
+
+    def call(*arguments: Any) -> None:
+        try:
+            kept(*arguments)
+        except OSError:  # no room for it, or what is there cannot be read; nothing has been computed yet
+            fresh(*arguments)
+
+    return call
 
 
 @_compiled

@@ -18,6 +18,7 @@ from torch import nn
 from megazero.optim import adam_kernels, cpu_adam
 from megazero.optim.adam_kernels import AdamSettings, Operands, mixed_kernel, one_pass, split, tiled
 from megazero.optim.cpu_adam import CPUAdam, HybridAdam
+from tests.bad_disks import largest_file
 from tests.tiny import run_command
 
 try:
@@ -222,6 +223,22 @@ def test_the_kernel_is_chosen_once_and_said(missing, monkeypatch, caplog, tmp_pa
         assert mixed_kernel() is mixed_kernel() is (tiled if missing else one_pass)
     mixed_kernel.cache_clear()
     assert len(caplog.records) == 1 and ("by torch" if missing else "by numba") in caplog.text
+
+
+def _double(array: np.ndarray) -> None:
+    array *= 2
+
+
+@pytest.mark.skipif(not HAS_NUMBA, reason="there is no numba")
+def test_machine_code_that_finds_no_room_on_the_disk_runs(tmp_path, monkeypatch):
+    """As where the quota of the home directory is used up."""
+    adam_numba = importlib.import_module("megazero.optim.adam_numba")
+    monkeypatch.setattr(adam_numba.numba.config, "CACHE_DIR", str(tmp_path))
+    double, array = adam_numba._compiled(_double), np.ones(3, np.float32)
+    with largest_file(0):
+        double(array)
+    double(array)
+    assert array.tolist() == [4.0, 4.0, 4.0]
 
 
 # ---- processors for which torch's compiler fuses other sums
