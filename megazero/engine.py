@@ -106,36 +106,35 @@ class Engine:
         allow_untested_optimizer: bool = False,
         placement_meter: Meter | None = None,
     ) -> None:
-        _check_kinds(
-            model=(model, nn.Module),
-            groups=(groups, ParallelGroups),
-            optimizer_factory=(optimizer_factory, Callable | None),
-            group_of=(group_of, Mapping),
-            group_settings=(group_settings, Sequence),
-            zero=(zero, ZeroConfig | None),
-            loss_scaler=(loss_scaler, LossScaler | None),
-            clip_grad=(clip_grad, Real),
-            lr_scheduler=(lr_scheduler, Callable | None),
-            dtype=(dtype, torch.dtype | None),
-        )
         self.placement: Placement | None = None
-        self.set_gradient_accumulation_steps(gradient_accumulation_steps)
-        if optimizer_factory is None:
-            group_of, group_settings, lr_scheduler = {}, [], None  # so that every parameter is frozen
         self.module, self.groups = model, groups
-        self.zero, meter = placed(zero or ZeroConfig(), placement_meter)
-        self.sharding = self.zero.sharding
-        num_shards = self.zero.num_shards(groups.data_parallel_size)
 
-        def fit_units() -> list[nn.Module]:
-            """The model's units, if this rank finds nothing in its arguments that cannot be trained."""
+        def prepare() -> tuple[Meter | None, int, list[nn.Module]]:
+            """The meter, how many shards, and the units, if nothing in this rank's arguments cannot be trained."""
+            _check_kinds(
+                model=(model, nn.Module),
+                groups=(groups, ParallelGroups),
+                optimizer_factory=(optimizer_factory, Callable | None),
+                group_of=(group_of, Mapping),
+                group_settings=(group_settings, Sequence),
+                zero=(zero, ZeroConfig | None),
+                loss_scaler=(loss_scaler, LossScaler | None),
+                clip_grad=(clip_grad, Real),
+                lr_scheduler=(lr_scheduler, Callable | None),
+                dtype=(dtype, torch.dtype | None),
+            )
             if not clip_grad >= 0:
                 raise ValueError(f"clip_grad must be a norm, or 0 for none, got {clip_grad}.")
+            self.set_gradient_accumulation_steps(gradient_accumulation_steps)
+            self.zero, meter = placed(zero or ZeroConfig(), placement_meter)
             units = select_units(model, zero_units)
             refuse_unfit(model, units, groups, group_of, len(group_settings), self.zero)
-            return units
+            return meter, self.zero.num_shards(groups.data_parallel_size), units
 
-        units = comm.together(fit_units)
+        if optimizer_factory is None:
+            group_of, group_settings, lr_scheduler = {}, [], None  # so that every parameter is frozen
+        meter, num_shards, units = comm.together(prepare)
+        self.sharding = self.zero.sharding
         refuse_other_models(model.named_parameters(), group_of, groups.data, units)
         cuts = partitions(model)
         plans = plan_buckets(

@@ -285,6 +285,7 @@ def lone_mistake_case() -> None:
         ({"lr_scheduler": fails}, "own mistake"),
         ({"zero_units": [nn.Conv2d if is_second else nn.Linear]}, "zero_units names Conv2d"),
         ({"clip_grad": -1.0 if is_second else 0.0}, "clip_grad must be"),
+        ({"gradient_accumulation_steps": 0 if is_second else 1}, "gradient_accumulation_steps must be"),
     ):
         with pytest.raises(error, match=told + said):
             make_engine(Named("a"), **mistake)
