@@ -22,8 +22,8 @@ from megazero.optim.optimizers import OptimizerFactory
 from megazero.zero.init import suspended
 from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.parameter import ReleasedParameter
-from megazero.zero.unfit import refuse_other_models, refuse_shared_memory, refuse_undense, refuse_wrapped
-from megazero.zero.units import target_dtype
+from megazero.zero.unfit import refuse_other_models, refuse_unfit
+from megazero.zero.units import select_units, target_dtype
 
 logger = get_logger(__name__)
 
@@ -106,7 +106,9 @@ def initialize(
         )
     )
     comm.refuse_differences(told.of_all_ranks, "Give initialize the same configuration on every rank.")
-    factory, *grouped = comm.together(partial(_trained, told, model, optimizer, model_parameters, lr_scheduler))
+    factory, *grouped = comm.together(
+        partial(_trained, told, model, groups, optimizer, model_parameters, lr_scheduler, zero_units)
+    )
     tensors = (*model.named_parameters(), *model.named_buffers())
     refuse_other_models(tensors, grouped[0], groups.data)  # here too, before the first rank's values are copied to all
     comm.together(partial(_move, model, comm.local_device(), told.buffer_dtype))
@@ -130,18 +132,23 @@ def initialize(
 
 
 def _trained(
-    told: JsonConfig, model: nn.Module, optimizer: Any, model_parameters: Any, lr_scheduler: Any
+    told: JsonConfig,
+    model: nn.Module,
+    groups: ParallelGroups,
+    optimizer: Any,
+    model_parameters: Any,
+    lr_scheduler: Any,
+    zero_units: Any,
 ) -> tuple[OptimizerFactory | None, dict[str, int], list[dict[str, Any]]]:
     """The first arguments of `Engine` after the groups, if this rank finds nothing in its own that cannot be trained."""
-    refuse_wrapped(model)  # these here too, before the first rank's values are copied to all
-    refuse_undense(model)
     factory, param_groups = client_optimizer(told, optimizer, model_parameters, model)
     if factory is None:
         check_evaluation(told, lr_scheduler)
-    else:
-        refuse_shared_memory(model)  # here too: a move to a GPU would give each its own
+    group_of, group_settings = named_groups(param_groups, model)
+    # Here too, before the first rank's values are copied to all, and a move to a GPU gives what shares memory its own.
+    refuse_unfit(model, select_units(model, zero_units), groups, group_of, len(group_settings), told.zero)
     _check_values(model, told)
-    return factory, *named_groups(param_groups, model)
+    return factory, group_of, group_settings
 
 
 def _check_training_data(data: Any) -> None:
