@@ -154,16 +154,12 @@ def together(action: Callable[[], Any] | None, group: ProcessGroup | None = None
         Exception: this rank's own error.
         OtherRankError: another rank's error, with its rank and message.
     """
-    result, error = None, None
     try:
-        result = action() if action is not None else None
-    except Exception as caught:
-        error = caught
-    mine = None if error is None else f"{type(error).__name__}: {error}"
-    messages = all_gathered_objects(mine, group)
-    if error is not None:
-        raise error
-    for rank, message in enumerate(messages):
+        result = None if action is None else action()
+    except Exception as error:  # not kept for longer, as its traceback keeps this frame and its callers'
+        all_gathered_objects(f"{type(error).__name__}: {error}", group)
+        raise
+    for rank, message in enumerate(all_gathered_objects(None, group)):
         if message is not None:
             raise OtherRankError(
                 f"rank {rank if group is None else dist.get_global_rank(group, rank)} failed: {message}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -296,6 +298,22 @@ def lone_mistake_case() -> None:
 
 def test_a_mistake_of_one_rank_is_an_error_on_all_of_them_at_once():
     run_ranks(2, lone_mistake_case, timeout_s=30)
+
+
+def test_a_model_that_no_engine_could_be_made_for_is_not_kept(one_rank):
+    """Its memory may be wanted for the next attempt, before Python looks for objects that refer to each other."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = nn.Linear(2, 2)
+        kept = weakref.ref(model)
+        try:
+            make_engine(model, factory=lambda _: 1 / 0)
+        except ZeroDivisionError:
+            del model
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 class CountedOperations(TorchDispatchMode):
