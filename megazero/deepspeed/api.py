@@ -78,7 +78,8 @@ def initialize(
 
     Raises:
         DeepSpeedConfigError: the arguments or the configuration are wrong; this is a ValueError and an AssertionError.
-        ValueError: ranks have different configurations or models.
+        ValueError: ranks have different configurations or models, or a model cannot be trained as torch would; see `Engine`.
+        OtherRankError: another rank has raised one of these errors.
     """
     if not isinstance(model, nn.Module):
         raise DeepSpeedConfigError(f"megazero.initialize needs a model (an nn.Module), got {type(model).__name__}.")
