@@ -69,6 +69,13 @@ def last_resorts(setup: Setup) -> Iterator[Change]:
         yield from _change(setup, sub_group_size=SMALL_TILE)
 
 
+def at_lower_stages(setup: Setup, values: Mapping[str, Any]) -> Iterator[Change]:
+    """Changes of these values, if they raise the stage, at every stage between: the lowest first, as it communicates least."""
+    if setup.data_parallel_size > 1:
+        for stage in range(setup.states.zero.stage + 1, values.get("stage", 0)):
+            yield from _change(setup, **{**values, "stage": stage})
+
+
 def _smaller_batch(setup: Setup) -> dict[str, int]:
     """Half the micro-batch; of a global batch that is set, the next smaller micro-batch that divides it as well."""
     batch, training = setup.shape.batch_size, setup.config.training

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from megazero.plan.change import Change, changes, last_resorts
+from megazero.plan.change import Change, at_lower_stages, changes, last_resorts
 from megazero.plan.job_plan import JobPlan, Setup, plan_job
 from megazero.plan.limits import Limits
 from megazero.zero.memory import size
@@ -129,6 +129,8 @@ def _for_host(plan: JobPlan) -> str:
 def what_to_change(setup: Setup, limits: Limits) -> list[Change]:
     """Ways to make the job fit: every single change that is enough; if there is none, changes combined until it fits.
 
+    Of these, each is the one that saves most beside those before it; in the end, the stage is as low as the others permit.
+
     Empty if it fits already, or if nothing helps.
     """
     if _fits(setup, limits):
@@ -136,7 +138,7 @@ def what_to_change(setup: Setup, limits: Limits) -> list[Change]:
     for single in (changes(setup), last_resorts(setup)):
         if ways := [change for change in single if _fits(change.setup, limits)]:
             return ways
-    values: dict[str, object] = {}
+    start, values = setup, dict[str, Any]()
     while True:
         steps = (*changes(setup), *last_resorts(setup))
         best = min(steps, key=lambda change: _excess(change.setup, limits), default=None)
@@ -145,7 +147,8 @@ def what_to_change(setup: Setup, limits: Limits) -> list[Change]:
         values = {name: value for name, value in values.items() if name not in best.values} | dict(best.values)
         setup = best.setup
         if _fits(setup, limits):
-            return [Change(values, setup)]
+            lower = (change for change in at_lower_stages(start, values) if _fits(change.setup, limits))
+            return [next(lower, Change(values, setup))]
 
 
 def _excess(setup: Setup, limits: Limits) -> int:
