@@ -128,6 +128,14 @@ def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
             client["train_samples"],
             extra=ALIKE,
         )
+    batch = job.config.global_batch_size(job.groups.data_parallel_size)
+    if client.get("global_batch_size", batch) != batch:
+        logger.warning(
+            "a step now takes %s, not %d as in the checkpoint's run: --global-batch-size sets this for any number of ranks",
+            counted(batch, "sequence"),
+            client["global_batch_size"],
+            extra=ALIKE,
+        )
     saved, now = client["config"], asdict(job.config)
     others = [flag_of(name) for part, name in SAMPLES if saved[part].get(name) != now[part][name]]
     order = ". Where that means other data or another order, some samples come again and others never"
@@ -261,6 +269,7 @@ def save(job: Job, is_last: bool = False) -> None:
         "iteration": job.iteration,
         "consumed_samples": job.consumed_samples,
         "train_samples": job.train_samples,
+        "global_batch_size": job.config.global_batch_size(job.groups.data_parallel_size),
         "first_loss": job.first_loss,
         "corpora": job.corpora,
         "tokenizer_sha256": job.tokenizer.sha256,

@@ -1158,10 +1158,11 @@ def test_checkpoint_of_another_model_is_refused_and_other_data_are_said(corpus, 
     check_one_line(run_job(other, 1), "Give --num-layers 2 --intermediate-size 128 --num-attention-heads 4.")
     done = run_job(flags(corpus, tmp_path, 3, "--seed", "5", "--split", "7,2,1", "--no-eod-mask-loss"), 2)
     warnings = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
-    assert done.returncode == 0 and len(warnings) == 3, "of two ranks the first says it: " + done.stdout
-    assert "--eod-mask-loss: not as in the run that saved the checkpoint; losses from here on" in warnings[2]
+    assert done.returncode == 0 and len(warnings) == 4, "of two ranks the first says it: " + done.stdout
     assert "now 8 samples long, not 4: where that takes another number of epochs, or crosses 80 %" in warnings[0]
-    assert "--seed, --split: not as in the run" in warnings[1]
+    assert "a step now takes 4 sequences, not 2 as in the checkpoint's run: --global-batch-size sets" in warnings[1]
+    assert "--seed, --split: not as in the run" in warnings[2]
+    assert "--eod-mask-loss: not as in the run that saved the checkpoint; losses from here on" in warnings[3]
 
 
 def start_job(
