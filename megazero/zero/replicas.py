@@ -76,7 +76,8 @@ class Replicas:
                 f"{', '.join(unlike)}: not marked as parts of larger parameters, but their gradients are not the same on the "
                 f"{self._groups.model_parallel_size} model-parallel ranks. Nothing has been updated. {_DECLARE} The others get "
                 "one gradient where model-parallel ranks have one batch, and one seed for dropout outside of the tracker's "
-                "fork(), and where what they compute enters split layers through mpu.copy_to_model_parallel_region."
+                "fork(), and where what they compute enters split layers through mpu.copy_to_model_parallel_region. Those used "
+                "on slices of the sequence pass through mpu.copy_parameters_to_sequence_parallel_region."
             )
         for name, is_seen in zip(rows, (size > 0).tolist(), strict=True):
             self._asked[name] += 1

@@ -662,6 +662,7 @@ def test_what_tensor_parallel_ranks_would_train_apart_is_refused(stage, ranks):
     for declares, copies, unlike in ((False, True, "up"), (True, False, "down")):
         for message in run_ranks(ranks, adapter_case, stage, declares, copies):
             assert message.startswith(f"{unlike}: not marked as parts of larger parameters, but their gradients")
+            assert "mpu.copy_parameters_to_sequence_parallel_region" in message
 
 
 class Uneven(nn.Module):
