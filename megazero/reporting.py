@@ -220,8 +220,8 @@ def log_step(job: Job, metrics: MetricsWriter, losses: list[float], samples: int
             held,
             peak,
         )
-    memory = {"peak_memory_mb": peak_memory_bytes(job.device) / 2**20}
-    metrics.write(job.iteration, {**job.own_scalars, **report.scalars(), **memory}, "train")
+    more = {"consumed_samples": job.consumed_samples, "peak_memory_mb": peak_memory_bytes(job.device) / 2**20}
+    metrics.write(job.iteration, {**job.own_scalars, **report.scalars(), **more}, "train")
 
 
 def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
