@@ -534,13 +534,15 @@ def test_the_rate_of_an_optimizer_without_one_is_0(one_rank, caplog):
     assert engine.get_lr() == [0.0] and "step 1, skipped 0, lr [0.0]" in caplog.text
 
 
-def test_progress_lines(one_rank, caplog):
+def test_progress_lines(one_rank, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
     config = {**CONFIG, "steps_per_print": 2, "wall_clock_breakdown": True, "scheduler": schedule}
     engine, *_ = deepspeed.initialize(model=make_model(), config=config)
+    monkeypatch.setattr(engine, "loss_scale", lambda: 2.0**22)
     train(engine)
     lines = [r.getMessage() for r in caplog.records]
+    assert "loss scale 4194304.0" in caplog.text, "with all its digits, as overflows have it"
     assert sum("train_batch_size" in line for line in lines) == 1, "the effective configuration is printed once"
     assert lines.count("the schedule counts optimizer steps, of 1 micro-batch each; a skipped one does not count") == 1
     assert [line.split(",")[0] for line in lines if line.startswith("step ")] == ["step 2"]

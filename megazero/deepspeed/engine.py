@@ -132,7 +132,7 @@ class DeepSpeedEngine(CheckpointingEngine):
             return
         if every and self.global_steps % every == 0:
             logger.info(
-                "step %d, skipped %d, lr %s, loss scale %g, gradient norm %.4f",
+                "step %d, skipped %d, lr %s, loss scale %.1f, gradient norm %.4f",
                 *(self.global_steps, self.skipped_steps, self.get_lr(), self.loss_scale(), self.get_global_grad_norm()),
             )
         if self.config.wall_clock_breakdown:
