@@ -38,6 +38,12 @@ class InferenceConfig(DtypeConfig):
     distributed_backend: str | None = option(
         None, "communication backend (default: nccl with CUDA, else gloo)", choices=("nccl", "gloo")
     )
+    local_rank: int | None = option(
+        None,
+        "set by the command megazero; the environment variable LOCAL_RANK is what counts",
+        flag="--local_rank",
+        aliases=("--local-rank",),
+    )
     num_layers: int | None = option(None, "the model's, which the checkpoint says; refused if it is another one")
     hidden_size: int | None = option(None, "the same")
     num_attention_heads: int | None = option(None, "the same")

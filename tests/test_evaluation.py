@@ -239,10 +239,11 @@ def test_wrong_samples_are_refused_before_a_model_is_loaded(tmp_path):
         SampleConfig(seed=2**64)
 
 
-def test_the_flags_of_megatrons_script_for_samples_are_taken_and_those_of_another_model_refused(tmp_path):
+def test_the_flags_of_launchers_and_megatrons_script_are_taken_and_those_of_another_model_refused(tmp_path):
     flags = (
-        "--model-parallel-size 1 --num-layers 2 --hidden-size 32 --load DIR --num-attention-heads 4 --max-position-embeddings 64 "
-        "--tokenizer-type GPT2BPETokenizer --fp16 --cache-dir cache --out-seq-length 20 --temperature 0.9 --top_k 0 --top_p 0"
+        "--local_rank=1 --model-parallel-size 1 --num-layers 2 --hidden-size 32 --load DIR --num-attention-heads 4 "
+        "--max-position-embeddings 64 --tokenizer-type GPT2BPETokenizer --fp16 --cache-dir cache --out-seq-length 20 "
+        "--temperature 0.9 --top_k 0 --top_p 0"
     )
     config, sampling = load_components((InferenceConfig, SampleConfig), "", flags.split())
     assert (config.fp16, sampling.out_seq_length) == (True, 20)
