@@ -587,7 +587,6 @@ class Engine:
         self._refuse_changed_model("save_checkpoint()")
         comm.meet_world("save_checkpoint", self.channel.timeout_s)
         self._optimizer.finish()
-        self._optimizer.refuse_torn()
         snapshot, index = capture(
             self._training_state,
             client_state or {},

@@ -39,11 +39,7 @@ def capture(
     Raises:
         TypeError: `client_state` holds what is no plain data; the message has the path to it.
     """
-    for bucket in state.buckets:
-        bucket.adopt_written()
-    # What the user has made need not be plain on every rank.
-    client, client_tensors = comm.together(lambda: encode(client_state))
-    schedule, schedule_tensors = comm.together(lambda: _schedule(state))
+    (client, client_tensors), (schedule, schedule_tensors) = comm.together(partial(_encoded, state, client_state))
     keys: Keys = state.optimizer.state_keys_everywhere(state.optimizer.buckets) if save_optimizer else {}
     counters = _counters(state) if save_optimizer else {}
     aliases = state.aliases()
@@ -71,12 +67,21 @@ def capture(
     blobs = {RNG + name: value for name, value in rng_states().items()} if save_rng else {}
     if torch.distributed.get_rank() == 0:
         blobs = {**blobs, **client_tensors, **schedule_tensors}
-    return Snapshot(_pieces(state, keys, places, kept), blobs), index
+    # States that a rank has not trained yet are made, and one rank's memory may have no room for them.
+    pieces = comm.together(partial(_pieces, state, keys, places, kept))
+    return Snapshot(pieces, blobs), index
 
 
-def _schedule(state: TrainingState) -> tuple[Any, dict[str, Tensor]]:
-    saved = None if state.lr_scheduler is None else state.lr_scheduler.state_dict()
-    return encode(saved, path="lr_scheduler.state_dict()", prefix=SCHEDULE)
+def _encoded(state: TrainingState, client_state: dict[str, Any]) -> tuple[tuple[Any, dict[str, Tensor]], ...]:
+    """The client's state and the schedule's, which users make: they need not be plain on every rank.
+
+    Nor need every rank's weights be such as can be saved, which is seen to first.
+    """
+    state.optimizer.refuse_torn()
+    for bucket in state.buckets:
+        bucket.adopt_written()
+    schedule = None if state.lr_scheduler is None else state.lr_scheduler.state_dict()
+    return encode(client_state), encode(schedule, path="lr_scheduler.state_dict()", prefix=SCHEDULE)
 
 
 def _places(

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megazero import comm, mpu
-from megazero.checkpoint import saver, tensor_file, writer
+from megazero.checkpoint import capture, saver, tensor_file, writer
 from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.tags import latest_tag, list_tags
 from megazero.engine import Engine, weight_decay_groups
@@ -188,6 +188,13 @@ def _one_rank_fails(directory: str) -> None:
         writer.Snapshot.staged = _no_memory
     with pytest.raises(MemoryError if is_second else OSError, match="no host memory"):
         engine.save_checkpoint(directory, in_background=True)
+    if is_second:
+        capture._pieces = _no_memory
+    with pytest.raises(MemoryError if is_second else comm.OtherRankError, match="no host memory"):
+        engine.save_checkpoint(directory)
+    engine.optimizer.is_torn = is_second  # as after a step whose last write has failed
+    with pytest.raises(RuntimeError, match="cut short by an error"):
+        engine.save_checkpoint(directory)
     assert latest_tag(directory) is None
 
 
@@ -227,7 +234,7 @@ def _late(directory: str) -> None:
     assert os.listdir(directory) == [".lock"]
 
 
-def _no_memory(snapshot):
+def _no_memory(*_):
     raise MemoryError("no host memory")
 
 
