@@ -17,6 +17,7 @@ from megazero.checkpoint.restore import continue_run, read_states
 from megazero.checkpoint.tags import latest_tag, list_tags, tags_to_go_back_to
 from megazero.checkpoint.training_state import TrainingState
 from megazero.logging import ALIKE, get_logger
+from megazero.nvme import SwapFileError
 
 logger = get_logger(__name__)
 
@@ -145,9 +146,12 @@ def _first_intact(
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether a checkpoint is not what was written. One that cannot be read for lack of rights or descriptors may be whole."""
+    """Whether a checkpoint is not what was written. One that cannot be read for lack of rights or descriptors may be whole.
+
+    So may one that is read into a swap file whose disk fails.
+    """
     is_gone = isinstance(error, OSError) and (isinstance(error, FileNotFoundError) or error.errno == errno.EIO)
-    return is_gone or isinstance(error, CheckpointError)
+    return (is_gone and not isinstance(error, SwapFileError)) or isinstance(error, CheckpointError)
 
 
 def _open(directory: str | Path, tag: str | None) -> Reader:

@@ -11,7 +11,7 @@ background from page-aligned buffers. `megazero.zero.nvme_home` keeps model stat
 from megazero.nvme.pages import PAGE, PagePool, aligned_empty, padded
 from megazero.nvme.regions import Region
 from megazero.nvme.swap_file import SwapFile, check_folder
-from megazero.nvme.transfer import AioConfig, Transfer
+from megazero.nvme.transfer import AioConfig, SwapFileError, Transfer
 from megazero.nvme.transport import FileTransport
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "PagePool",
     "Region",
     "SwapFile",
+    "SwapFileError",
     "Transfer",
     "aligned_empty",
     "check_folder",

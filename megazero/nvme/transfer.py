@@ -19,6 +19,10 @@ MAX_THREADS = 32
 _LOST = "What the file should hold is lost, so nothing more is read or written: resume from a checkpoint"
 
 
+class SwapFileError(OSError):
+    """A request to a swap file has failed: it says nothing of any other file."""
+
+
 @dataclass(frozen=True)
 class AioConfig:
     """How a transfer is cut into requests, and how many of them are in flight: DeepSpeed's `aio` keys.
@@ -185,7 +189,7 @@ class Requests:
             OSError: one has not; the first one's error, at every call.
         """
         if self._failure is not None:
-            raise OSError(*self._failure)
+            raise SwapFileError(*self._failure)
 
     def drain(self) -> None:
         """Waits until nothing is under way; errors stay with their transfers."""
@@ -221,11 +225,13 @@ class Requests:
                 raise self._error(kind, view, offset, moved, errno.EIO, what)
             moved += count
 
-    def _error(self, kind: Kind, view: memoryview, offset: int, moved: int, code: int, why: str | None) -> OSError:
+    def _error(
+        self, kind: Kind, view: memoryview, offset: int, moved: int, code: int, why: str | None
+    ) -> SwapFileError:
         text = f"rank {self._rank}: {kind} of {len(view)} bytes at offset {offset} failed after {moved} bytes: {why}"
         if kind == "write":
             text += f". {_LOST}"
-        return OSError(code, text, str(self._path))
+        return SwapFileError(code, text, str(self._path))
 
 
 def _start_threads(count: int, rank: int) -> ThreadPoolExecutor:

@@ -27,9 +27,12 @@ from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tags import latest_tag
 from megazero.checkpoint.tensor_file import CheckedFile, naming
 from megazero.engine import Engine
+from megazero.nvme import FileTransport
 from megazero.ops.adam import CPUAdam, FusedAdam, HybridAdam
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import AnnealingLR, LRScheduleConfig
+from megazero.zero import ZeroConfig
+from tests.bad_disks import fails
 from tests.checkpoint.checkpoints import flip, make, tensors
 from tests.checkpoint.engines import Net, engine_of, make_engine, train, write_one
 from tests.ranks import run_ranks
@@ -171,6 +174,18 @@ def test_what_need_not_be_damage_ends_a_load_with_fallback(one_rank, tmp_path, m
             engine.load_checkpoint(str(tmp_path), fallback=True)
     errors.append(errno.EIO)
     assert engine.load_checkpoint(str(tmp_path), fallback=True)[0].name == "global_step1"
+
+
+def test_a_swap_file_whose_disk_fails_is_not_taken_for_a_damaged_checkpoint(world, tmp_path, monkeypatch):
+    zero = ZeroConfig(1, offload_optimizer="nvme", nvme_path=str(tmp_path))
+    mpu.initialize_model_parallel(1)
+    engine = engine_of(Net(), torch.optim.AdamW, zero=zero)
+    for _ in range(2):
+        train(engine, 1)
+        engine.save_checkpoint(str(tmp_path))
+    monkeypatch.setattr(FileTransport, "write", fails)
+    with pytest.raises(OSError, match=r"Input/output error.* This need not be damage"):
+        engine.load_checkpoint(str(tmp_path), fallback=True)
 
 
 @pytest.mark.parametrize("name", ["latest", "index.json", "rank_00000.safetensors"])
