@@ -88,8 +88,11 @@ class Saver:
             if in_background:
                 staged = comm.together(snapshot.staged, self._line.group)  # one rank's host may have no room for it
                 thread = threading.Thread(target=self._behind, args=(write, staged, path), name=f"save {tag}")
-                thread.start()
-                self._thread = self._line.in_background = thread
+                try:
+                    thread.start()
+                    self._thread = self._line.in_background = thread
+                except RuntimeError:  # no more threads can be started; the other ranks save
+                    self._behind(write, staged, path)
             else:
                 write(snapshot)
         except comm.OtherRankError as error:

@@ -14,6 +14,7 @@ import time
 import weakref
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -308,6 +309,19 @@ def test_directories_that_are_saved_in_once_are_given_back(world, tmp_path, monk
     engine.save_checkpoint(str(tmp_path / "0"))  # it is taken again
     assert latest_tag(tmp_path / "0") == "global_step0" and locks() == ["last", "0"]
     engine.destroy()
+
+
+def test_a_rank_that_can_start_no_thread_saves_at_once(tmp_path):
+    run_ranks(2, _without_a_thread, str(tmp_path))
+
+
+def _without_a_thread(directory: str) -> None:
+    engine = make_engine(1)
+    if torch.distributed.get_rank() == 1:
+        saver.threading.Thread = Mock(**{"return_value.start.side_effect": RuntimeError("can't start new thread")})
+    engine.save_checkpoint(directory, in_background=True)
+    engine.wait_for_checkpoint()
+    assert latest_tag(directory) == "global_step0"
 
 
 def test_a_directory_is_given_back_though_the_last_save_has_failed(world, tmp_path, monkeypatch):
