@@ -51,12 +51,15 @@ def load(
         if not load_module_only:
             continue_run(state, reader, with_optimizer, load_lr_scheduler_states, load_rng)
         reader.close()
+        for bucket in state.buckets:
+            bucket.write_back_all()
         return client
 
     tags = _of_first_rank(lambda: _candidates(directory, tag, fallback))
     path, client = _first_intact(state, directory, tags, read, fallback)
     for bucket in state.buckets:
-        bucket.publish_master()
+        bucket.publish()
+        bucket.weights.wait_gathered()
     return path, client
 
 

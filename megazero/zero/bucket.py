@@ -175,9 +175,9 @@ class Bucket:
     #     adopt_gathered      gathered parameters, through the shard
     #     adopt_parameters    P as this rank keeps it; adopt_written: if there is anything new
     # master weights -> P, after an update or after they were set:
-    #     write_back          one tile of this rank
+    #     write_back          one tile of this rank; write_back_all: all its tiles
     #     publish             then, once: the other ranks' values, which `wait_gathered` waits for, or the next gather brings
-    #     publish_master      both, for all tiles
+    #     publish_master      both
 
     def adopt_gathered(self) -> None:
         """After the user has written to gathered parameters: keeps the new values in this rank's shard and master weights."""
@@ -329,12 +329,16 @@ class Bucket:
         self.adopt_written()  # as `publish_master` writes all of P
         return self.states[MASTER].at_hand(start, stop, writes=True)
 
-    def publish_master(self) -> None:
-        """Writes all master weights into P, here and on the other ranks, after they were set. Collective."""
+    def write_back_all(self) -> None:
+        """Writes all master weights of this rank into P; `publish` comes after it."""
         if self.is_trainable and not self.master_is_p:
             for _, start, stop in self.tiles:
                 with self.states[MASTER].at_hand(start, stop) as master:
                     self.write_back(start, stop, master)
+
+    def publish_master(self) -> None:
+        """Writes all master weights into P, here and on the other ranks, after they were set. Collective."""
+        self.write_back_all()
         self.publish()
         self.weights.wait_gathered()
 

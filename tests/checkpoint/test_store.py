@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 from torch.optim import lr_scheduler
@@ -32,6 +33,7 @@ from megazero.ops.adam import CPUAdam, FusedAdam, HybridAdam
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import AnnealingLR, LRScheduleConfig
 from megazero.zero import ZeroConfig
+from megazero.zero.bucket import Bucket
 from tests.bad_disks import fails
 from tests.checkpoint.checkpoints import flip, make, tensors
 from tests.checkpoint.engines import Net, engine_of, make_engine, train, write_one
@@ -186,6 +188,24 @@ def test_a_swap_file_whose_disk_fails_is_not_taken_for_a_damaged_checkpoint(worl
     monkeypatch.setattr(FileTransport, "write", fails)
     with pytest.raises(OSError, match=r"Input/output error.* This need not be damage"):
         engine.load_checkpoint(str(tmp_path), fallback=True)
+
+
+def test_a_rank_that_cannot_bring_loaded_weights_to_the_model_tells_the_others(tmp_path):
+    run_ranks(2, unpublished_case, str(tmp_path))
+
+
+def unpublished_case(directory: str) -> None:
+    mpu.initialize_model_parallel(1)
+    engine, is_second = engine_of(Net(), dtype=torch.bfloat16), dist.get_rank() == 1
+    engine.save_checkpoint(directory)
+    with pytest.MonkeyPatch.context() as patched:
+        if is_second:
+            patched.setattr(Bucket, "write_back", fails)
+        with pytest.raises(OSError if is_second else CheckpointError, match="Input/output error"):
+            engine.load_checkpoint(directory)
+    assert engine.optimizer.is_torn, "on both"
+    engine.load_checkpoint(directory)
+    assert not engine.optimizer.is_torn
 
 
 @pytest.mark.parametrize("name", ["latest", "index.json", "rank_00000.safetensors"])
