@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ class PrecisionConfig(DtypeConfig):
             )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class LossScaler:
     """A loss scale, constant or dynamic (Micikevicius et al., arXiv:1710.03740, sec. 3.2).
 
@@ -79,8 +79,7 @@ class LossScaler:
     At the minimum another overflow is an error, or with `raise_error_at_min_scale` false one more skipped step.
     """
 
-    scale: float = 1.0
-    _: KW_ONLY
+    scale: float = field(default=1.0, kw_only=False)
     dynamic: bool = False
     window: float = 1000
     min_scale: float = 1.0
