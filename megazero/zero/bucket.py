@@ -434,7 +434,8 @@ class Bucket:
     def weight_parts(self, tile: Tile) -> Iterator[tuple[Segment, Tensor, int]]:
         """The views to fill when loading one of the `tiles`: segment, 1-D view of its part here, where that begins in it.
 
-        Trained parameters are loaded into the fp32 master weights, frozen ones into P. Call `publish_master` after the last tile.
+        Trained parameters are loaded into the fp32 master weights, frozen ones into P. Call `publish_master`, or its
+        parts, after the last tile.
         """
         self.refuse_if_held("loading")
         at_hand = self.master_to_write if self.is_trainable else partial(self.weights.owned, writes=True)
