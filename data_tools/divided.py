@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-_BUFFER_BYTES = 1 << 15  # of each file: Python takes a file system's block for it, 4 MB on Lustre
+from megazero.lines.partial_shard import BUFFER_BYTES
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def divided(folder: Path, records: Iterable[np.ndarray], key: str, count: int) -
         paths = [folder / f"{number:03}" for number in range(count)]
         limits = np.array([(number << 64) // count for number in range(count)], np.uint64)
         with ExitStack() as stack:
-            files = [stack.enter_context(open(path, "wb", _BUFFER_BYTES)) for path in paths]
+            files = [stack.enter_context(open(path, "wb", BUFFER_BYTES)) for path in paths]
             for part in records:
                 part = part[np.argsort(part[key], kind="stable")]
                 data, bounds = part.tobytes(), np.searchsorted(part[key], limits) * part.itemsize

@@ -22,7 +22,8 @@ from megazero.lines.results import BlockResult, Counts, report
 
 logger = logging.getLogger(__name__)
 
-_BUFFER_BYTES = 1 << 15  # of each of a shuffle's hundreds of files: by default a file system's block, 4 MB on Lustre
+BUFFER_BYTES = 1 << 15
+"""Of each file where hundreds are written at once: by default Python takes a file system's block, 4 MB on Lustre."""
 
 JOURNAL = ".partial.json"
 """Ends the name of the journal."""
@@ -174,7 +175,7 @@ def _lock(record: Path, held: ExitStack) -> None:
 def _cut(path: Path, size: int, held: ExitStack) -> BinaryIO:
     """The file opened to append after its first `size` bytes, until `held` is closed."""
     path.touch()
-    file = open(path, "r+b", _BUFFER_BYTES)  # noqa: SIM115 (closed by `held`)
+    file = open(path, "r+b", BUFFER_BYTES)  # noqa: SIM115 (closed by `held`)
     held.callback(_close, file)
     file.truncate(size)
     file.seek(size)
