@@ -151,6 +151,7 @@ REFUSED = {
     "--dataloader-type": "samples are always shuffled, by --seed",
     "--mock-data": "python -m data_tools sample_corpus makes a corpus to try things on",
     "--valid-data-path": "use --valid-data",
+    "--multiple-validation-sets": "name the sets: --valid-data code=data/a web=data/b",
     "--tokenizer-model": "use --tokenizer-path",
     "--skip-train": "use evaluate_gpt2.py",
     "--ckpt-step": "write the checkpoint's name, global_stepN, into the file `latest` of --load",

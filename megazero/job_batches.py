@@ -25,8 +25,8 @@ from megazero.job import Job
 MOST_TO_BUILD_S = 7 * 24 * 3600.0
 
 
-def datasets(job: Job) -> tuple[Any, Any, Any]:
-    """Training, validation and test data, with as many samples as the job may read; None for a kind that is missing.
+def datasets(job: Job) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Training, validation and test data as `build_datasets` returns them, with as many samples as the job may read.
 
     Raises:
         ValueError: ranks have other documents under the names of the data, or as `build_datasets`.
@@ -34,7 +34,7 @@ def datasets(job: Job) -> tuple[Any, Any, Any]:
     """
     flags, groups = job.config.training, job.groups
     eval_samples = flags.eval_iters * job.config.eval_batch_size * groups.data_parallel_size
-    built = build_datasets(
+    train, valid, test = build_datasets(
         job.config.data,
         job.tokenizer,
         (job.train_samples, eval_samples, eval_samples),
@@ -43,9 +43,10 @@ def datasets(job: Job) -> tuple[Any, Any, Any]:
         meet=_meet,
         local_rank=comm.get_local_rank(),
     )
-    prints = ", ".join(each[: each.rindex(" ") + 13] for data in built if data for each in data.corpora)
+    sets = (train, *valid.values(), *test.values())
+    prints = "; ".join(", ".join(each[: each.rindex(" ") + 13] for each in data.corpora) for data in sets if data)
     comm.refuse_differences({"the fingerprint of the data": prints}, "Give every rank the same documents.")
-    return built
+    return train, valid, test
 
 
 def _meet(what: str) -> None:

@@ -118,7 +118,7 @@ class MetricsWriter:
         return list(self._lines.values())
 
     def write(self, iteration: int, scalars: dict[str, float], section: str) -> None:
-        """Records scalars of one iteration under a section ("train", "valid", "test").
+        """Records scalars of one iteration under a section ("train", "valid", "test", or "valid/NAME" of a set that has a name).
 
         A log that cannot be written, because the disk is full for example, ends there with a warning. The run, which is worth
         more, continues.
@@ -178,6 +178,15 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def by_section(lines: Iterable[dict[str, Any]], part: str) -> dict[str, list[dict[str, Any]]]:
+    """The lines of a part such as "valid", by section: "valid", or, where its sets have names, "valid/NAME"."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        if line["section"].partition("/")[0] == part:
+            found.setdefault(line["section"], []).append(line)
+    return found
+
+
 def plot_losses(lines: Iterable[dict[str, Any]], path: Path) -> bool:
     """Plots training and validation loss over iterations as a PNG; if it cannot, logs the reason and returns False."""
     try:
@@ -188,9 +197,9 @@ def plot_losses(lines: Iterable[dict[str, Any]], path: Path) -> bool:
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="tight")
     axes = figure.subplots()
     lines = list(lines)
-    for section, style in (("train", {"linewidth": 1.2}), ("valid", {"marker": "o", "markersize": 4, "linewidth": 1})):
-        points = [(line["iteration"], line["loss"]) for line in lines if line["section"] == section]
-        if points:
+    for part, style in (("train", {"linewidth": 1.2}), ("valid", {"marker": "o", "markersize": 4, "linewidth": 1})):
+        for section, own in by_section(lines, part).items():
+            points = [(line["iteration"], line["loss"]) for line in own]
             axes.plot(*zip(*points, strict=True), label=f"{section} loss", **style)
     axes.set(xlabel="iteration", ylabel="loss (nats per token)", title="GPT-2 pretraining")
     axes.grid(alpha=0.3)

@@ -24,7 +24,7 @@ from megazero.checkpoint.tags import list_tags, tag_of
 from megazero.engine import Engine
 from megazero.job import Job
 from megazero.logging import counted, table
-from megazero.metrics import MetricsWriter, StepReport, plot_losses
+from megazero.metrics import MetricsWriter, StepReport, by_section, plot_losses
 from megazero.model.gpt2 import GPT2Model
 from megazero.mpu.partition import partitions
 from megazero.profiling import StepProfiler
@@ -232,16 +232,15 @@ def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:
     """
     lines, config = metrics.lines, job.config
     train = [line for line in lines if line["section"] == "train"]
-    valid = [line for line in lines if line["section"] == "valid"]
     rows = [("iterations", f"{job.iteration} of {config.training.train_iters}")]
     if job.first_loss is not None and train:
         rows.append(
             ("training loss", f"{job.first_loss:.4f} at the first step -> {train[-1]['loss']:.4f} at the last log line")
         )
-    if valid:
-        last = valid[-1]
+    for section, (*_, last) in by_section(lines, "valid").items():
+        of_set = section.removeprefix("valid").replace("/", " of ")
         when = "" if last["iteration"] == job.iteration else f", at iteration {last['iteration']}"
-        rows.append(("validation perplexity", f"{last['perplexity']:.2f} (loss {last['loss']:.4f}{when})"))
+        rows.append((f"validation perplexity{of_set}", f"{last['perplexity']:.2f} (loss {last['loss']:.4f}{when})"))
     own = [line for line in train if line["iteration"] > metrics.start_iteration]  # earlier lines may be of other ranks
     if own:
         median = sorted(own, key=lambda line: line["tokens_per_s"])[len(own) // 2]

@@ -132,8 +132,8 @@ def pretrain(
         )
     if not job.is_cut and job.iteration >= flags.train_iters:
         with tells_out_of_memory(config, job):
-            for section, dataset in (("valid", valid), ("test", test)):
-                if evaluate_and_log(job, metrics, dataset, section, "the end of training"):
+            for part, sets in (("valid", valid), ("test", test)):
+                if evaluate_and_log(job, metrics, sets, part, "the end of training"):
                     job.is_cut = True
     _finish(job, metrics)
     # As late as possible: if a node joins, torchrun signals the ranks of all nodes, but not at the same moment.
@@ -146,7 +146,7 @@ def pretrain(
     return job
 
 
-def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) -> None:
+def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], bar: tqdm) -> None:
     flags, config = job.config.training, job.config
     iterator = batches(job, train, "training", flags.batch_size, job.consumed_samples, job.accumulation_steps)
     job.engine.train()
@@ -168,7 +168,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: Any, bar: tqdm) 
             log_step(job, metrics, interval, job.consumed_samples - logged_at, time.perf_counter() - start)
             interval, logged_at, start = [], job.consumed_samples, time.perf_counter()
         is_evaluated = job.iteration % flags.eval_interval == 0 and job.iteration < flags.train_iters
-        if valid is not None and is_evaluated and not stop:
+        if is_evaluated and not stop:
             begin = time.perf_counter()
             stop = evaluate_and_log(job, metrics, valid, "valid", f"iteration {job.iteration}")
             start += time.perf_counter() - begin  # logged step times cover training alone
@@ -314,24 +314,24 @@ def _evaluating(job: Job) -> Iterator[None]:
         job.timers = training_timers
 
 
-def evaluate_and_log(job: Job, metrics: MetricsWriter, dataset: Any, section: str, where: str) -> str | None:
-    """Evaluates and logs Megatron-LM's validation line; does nothing without data or with --eval-iters 0.
+def evaluate_and_log(job: Job, metrics: MetricsWriter, sets: dict[str, Any], part: str, where: str) -> str | None:
+    """Evaluates each set of a part ("valid", "test") and logs Megatron-LM's validation line, with the set's name if it has one.
 
     Returns:
         A reason to stop now, if any rank has one: then the evaluation was not finished.
     """
-    if dataset is None or job.config.training.eval_iters == 0:
-        return None
-    loss = evaluate(job, dataset)
-    name = "validation" if section == "valid" else section
-    if loss is None:
-        logger.info("no %s loss at %s: %s", name, where, _why_stop(job))
-        return _why_stop(job)
-    line = f" {name} loss at {where} | LM loss: {loss:.6E} | LM PPL: {perplexity(loss):.6E}"
-    logger.info("-" * len(line))
-    logger.info(line)
-    logger.info("-" * len(line))
-    metrics.write(job.iteration, {"loss": loss, "perplexity": perplexity(loss)}, section)
+    for name, dataset in sets.items():
+        loss = evaluate(job, dataset)
+        section, of_set = (f"{part}/{name}", f" of {name}") if name else (part, "")
+        what = f"{'validation' if part == 'valid' else part} loss{of_set}"
+        if loss is None:
+            logger.info("no %s at %s: %s", what, where, _why_stop(job))
+            return _why_stop(job)
+        line = f" {what} at {where} | LM loss: {loss:.6E} | LM PPL: {perplexity(loss):.6E}"
+        logger.info("-" * len(line))
+        logger.info(line)
+        logger.info("-" * len(line))
+        metrics.write(job.iteration, {"loss": loss, "perplexity": perplexity(loss)}, section)
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.metrics import StepReport
+from megazero.metrics import StepReport, by_section
 
 NUMBERS = {
     "step_s": 0.5,
@@ -29,3 +29,9 @@ def test_every_number_of_a_report_is_a_scalar_of_its_name_unless_it_is_not_known
     known = {**NUMBERS, "mfu": 0.5, "time_s/forward": 0.125}
     assert StepReport(**NUMBERS, mfu=0.5, **rest).scalars() == known
     assert _WithOneMore(**NUMBERS, mfu=0.5, **rest).scalars() == {**known, "param_norm": 7.0}
+
+
+def test_lines_of_a_part_are_told_by_section_in_the_order_of_its_sets():
+    lines = [{"iteration": n, "section": s} for n in (1, 2) for s in ("train", "valid/web", "valid/code", "test")]
+    assert by_section(lines, "valid") == {"valid/web": lines[1::4], "valid/code": lines[2::4]}
+    assert by_section(lines, "train") == {"train": lines[::4]}

@@ -100,6 +100,24 @@ def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
     )
 
 
+def test_sets_with_names_have_the_losses_that_they_have_alone_and_leave_the_training_as_it_is(corpus, tmp_path):
+    tiny, lines = corpus[1], tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps({"text": text[::-1]}) + "\n" for text in make_texts(30)))
+    for run, sets in {"both": [f"a={tiny}", f"b={lines}"], "a": [tiny], "b": [str(lines)]}.items():
+        evaluations = ("--eval-interval", "2", "--eval-iters", "3", "--valid-data", *sets)
+        done = run_job(flags(corpus, tmp_path / run, 4, *evaluations), 1)
+        assert done.returncode == 0, done.stdout
+        if run == "both":
+            for promised in ("a at iteration 2 |", "b at iteration 2 |", "b at the end of training |"):
+                assert f" validation loss of {promised} LM loss: " in done.stdout, done.stdout
+            assert all(f"validation perplexity of {name}  " in done.stdout for name in "ab")
+            assert {line["section"] for line in logged(tmp_path / run)} == {"train", "valid/a", "valid/b", "test"}
+        else:
+            alone = metrics(tmp_path / run, "valid")
+            assert set(alone) == {2, 4} and metrics(tmp_path / "both", f"valid/{run}") == alone
+            assert metrics(tmp_path / "both") == metrics(tmp_path / run)
+
+
 @pytest.mark.parametrize(
     "extra",
     [

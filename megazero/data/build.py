@@ -6,12 +6,13 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from megazero.data.blend import BlendedDataset, BlendOrder
-from megazero.data.corpora import Corpus, find_corpora, has_split_off
+from megazero.data.corpora import Corpus, find_corpora, find_sets, has_split_off
 from megazero.data.gpt2_dataset import GPT2Dataset
 from megazero.data.gpt2_index import parse_split, split_ranges
 from megazero.data.indexed_dataset import IndexedDataset
@@ -24,6 +25,7 @@ from megazero.option import check_options, option
 logger = get_logger(__name__)
 
 Dataset = GPT2Dataset | BlendedDataset
+_Sets = dict[str, list[Corpus]]  # by name
 _PARTS = ("train", "valid", "test")
 NO_TRAINING_DATA = "The training split is empty: give --train-data, and a first share above 0 in --split."
 
@@ -43,9 +45,14 @@ class DataConfig:
         per_host=True,
     )
     valid_data: list[str] | None = option(
-        None, "separate validation data, instead of a part of --train-data", per_host=True
+        None,
+        "separate validation data, instead of a part of --train-data; sets with names have losses of their own: code=data/a "
+        "web=data/b data/c",
+        per_host=True,
     )
-    test_data: list[str] | None = option(None, "separate test data, instead of a part of --train-data", per_host=True)
+    test_data: list[str] | None = option(
+        None, "separate test data, instead of a part of --train-data; as --valid-data", per_host=True
+    )
     split: str = option("1000,1,1", "shares of --train-data for training, validation and test, in documents")
     seq_length: int = option(512, "tokens per sample", at_least=1)
     data_cache_path: str | None = option(
@@ -95,8 +102,8 @@ def check_data(config: DataConfig, tokenizer: Tokenizer, trains: bool, evaluates
     if trains and not (config.train_data and parse_split(config.split)[0]):
         raise ValueError(NO_TRAINING_DATA)
     sources: dict[Path, IndexedDataset] = {}  # the same one serves all parts that --split cuts off it
-    for part, (corpora, shares) in enumerate(_parts(config)):
-        for corpus in corpora:
+    for part, (sets, shares) in enumerate(_parts(config)):
+        for corpus in chain(*sets.values()):
             if not corpus.is_indexed:
                 continue
             if corpus.path not in sources:
@@ -114,8 +121,8 @@ def build_datasets(
     rank: int = 0,
     meet: Callable[[str], object] = lambda what: None,
     local_rank: int = 0,
-) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    """The training, validation and test datasets; every rank calls this.
+) -> tuple[Dataset | None, dict[str, Dataset], dict[str, Dataset]]:
+    """The training, validation and test data; every rank calls this.
 
     Rank 0 builds first and stores everything; then the others find it, or build the same themselves where the cache is not
     shared between machines, which takes them as long: so all meet once more. A rank that fails tells the others.
@@ -128,7 +135,8 @@ def build_datasets(
         local_rank: of this process on its machine.
 
     Returns:
-        Three map-style datasets; None where no samples are asked for, no data is given, or the weight in --split is 0.
+        A map-style dataset to train on, and those of validation and of tests by the names of their sets, "" for one without a
+        name; None, or none, where no samples are asked for, no data is given, or the weight in --split is 0.
 
     Raises:
         FileNotFoundError: a corpus is missing.
@@ -137,14 +145,18 @@ def build_datasets(
     """
     sources = Sources(tokenizer, config.text_key, config.data_cache_path, rank, local_rank)
 
-    def build() -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    def build() -> tuple[Dataset | None, dict[str, Dataset], dict[str, Dataset]]:
         parts = list(_parts(config))
         _warn_of_training_data(parts, num_samples)
         train, valid, test = (
-            _dataset(config, sources, seed, corpora, shares, part, num_samples[part])
-            for part, (corpora, shares) in enumerate(parts)
+            {
+                name: _dataset(config, sources, seed, corpora, shares, part, num_samples[part])
+                for name, corpora in sets.items()
+                if num_samples[part] > 0 and shares[part]
+            }
+            for part, (sets, shares) in enumerate(parts)
         )
-        return train, valid, test
+        return train.get(""), valid, test
 
     if rank != 0:
         meet("the first rank has built its data")
@@ -160,11 +172,11 @@ def build_datasets(
     return built
 
 
-def _warn_of_training_data(parts: list[tuple[list[Corpus], list[float]]], num_samples: Sequence[int]) -> None:
+def _warn_of_training_data(parts: list[tuple[_Sets, list[float]]], num_samples: Sequence[int]) -> None:
     """Warns if --valid-data or --test-data name what a run trains on: such a loss says nothing of other text."""
     paths = [
-        {corpus.path.resolve(): str(corpus.path) for corpus in corpora if shares[part] and num_samples[part]}
-        for part, (corpora, shares) in enumerate(parts)
+        {c.path.resolve(): str(c.path) for c in chain(*sets.values()) if shares[part] and num_samples[part]}
+        for part, (sets, shares) in enumerate(parts)
     ]
     for part in (1, 2):
         both = [path for place, path in paths[part].items() if place in paths[0]]
@@ -178,9 +190,7 @@ def _warn_of_training_data(parts: list[tuple[list[Corpus], list[float]]], num_sa
 
 def _dataset(
     config: DataConfig, sources: Sources, seed: int, corpora: list[Corpus], shares: list[float], part: int, samples: int
-) -> Dataset | None:
-    if samples <= 0 or not corpora or shares[part] == 0:
-        return None
+) -> Dataset:
     name = _PARTS[part]
     opened = [sources.open(corpus) for corpus in corpora]
     ranges = [_documents(config, source, shares, part) for source in opened]
@@ -199,8 +209,8 @@ def _dataset(
     return BlendedDataset(list(map(dataset, opened, ranges, order.counts)), order)
 
 
-def _parts(config: DataConfig) -> Iterator[tuple[list[Corpus], list[float]]]:
-    """Of training, validation and test data in turn: the corpora, and the share of their documents that each part has."""
+def _parts(config: DataConfig) -> Iterator[tuple[_Sets, list[float]]]:
+    """Of training, validation and test data in turn: the sets, and the share of their documents that each part has."""
     train, split = config.train_data or [], parse_split(config.split)
     separate = [None, config.valid_data, config.test_data]
     for part in (1, 2):  # what a pipeline has split off serves instead of a share of the rest, if one is wanted
@@ -210,9 +220,9 @@ def _parts(config: DataConfig) -> Iterator[tuple[list[Corpus], list[float]]]:
     total = sum(weights)
     for part, own in enumerate(separate):
         if own:
-            yield find_corpora(own, f"--{_PARTS[part]}-data"), [float(p == part) for p in range(3)]
+            yield find_sets(own, f"--{_PARTS[part]}-data"), [float(p == part) for p in range(3)]
         else:
-            yield find_corpora(train), [w / total if total else 0.0 for w in weights]
+            yield {"": find_corpora(train)} if train else {}, [w / total if total else 0.0 for w in weights]
 
 
 def _documents(config: DataConfig, source: IndexedDataset, shares: Sequence[float], part: int) -> tuple[int, int]:

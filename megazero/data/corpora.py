@@ -63,6 +63,30 @@ def find_corpora(entries: Sequence[str], flag: str = "--train-data") -> list[Cor
     return corpora
 
 
+def find_sets(entries: Sequence[str], flag: str) -> dict[str, list[Corpus]]:
+    """The corpora of each set that a flag's values name, by the set's name; a single set without one has the name "".
+
+    Args:
+        entries: as for `find_corpora`, with NAME= before the first one of each set ("code=a web=0.3 b 0.7 c").
+
+    Raises:
+        FileNotFoundError, ValueError: as `find_corpora`; or a set has no name, or that of another one, or no corpus.
+    """
+    sets: dict[str, list[str]] = {}
+    name = ""
+    for entry in entries:
+        before, sign, first = entry.partition("=")
+        if sign and "/" not in before:
+            if not (before and first) or before in sets or "" in sets:
+                raise ValueError(
+                    f"{flag} {' '.join(entries)}: give every set a name of its own before its first corpus (code=data/a "
+                    f"web=data/b data/c), or none at all; a path that looks like a name is written ./{entry}"
+                )
+            name, entry = before, first
+        sets.setdefault(name, []).append(entry)
+    return {name: find_corpora(own, flag) for name, own in sets.items()}
+
+
 def has_split_off(entries: Sequence[str], part: str) -> bool:
     """Whether --train-data names one well-known corpus, and a pipeline has left `part` of it ("valid", "test") beside it."""
     if len(entries) != 1 or not _is_named(entries[0]):

@@ -39,7 +39,9 @@ def corpora(tmp_path, tokenizer):
 
 
 def build(tokenizer, num_samples=(30, 10, 5), seed=1, rank=0, meet=lambda what: None, local_rank=0, **flags):
-    return build_datasets(DataConfig(seq_length=8, **flags), tokenizer, num_samples, seed, rank, meet, local_rank)
+    config = DataConfig(seq_length=8, **flags)
+    train, *others = build_datasets(config, tokenizer, num_samples, seed, rank, meet, local_rank)
+    return train, *(sets.get("") for sets in others)
 
 
 def texts(dataset):
@@ -118,6 +120,20 @@ def test_files_of_their_own_beat_the_split(corpora, tokenizer):
     assert set(test.index.doc_idx.tolist()) == {98, 99}
     train, valid, test = build(tokenizer, valid_data=[str(corpora / "b")], split="0,1,0")
     assert (train, test) == (None, None) and len(valid) >= 10
+
+
+def test_each_set_with_a_name_has_the_samples_that_it_has_alone_and_must_hold_text(corpora, tokenizer):
+    a, b = str(corpora / "a"), str(corpora / "b")
+    alone = build(tokenizer, valid_data=[b])[1], build(tokenizer, valid_data=["1", a, "3", b])[1]
+    config = DataConfig(seq_length=8, valid_data=[f"b={b}", "both=1", a, "3", b], test_data=[f"a={a}"], split="1")
+    train, valid, test = build_datasets(config, tokenizer, (30, 10, 5), seed=1)
+    assert train is None and list(valid) == ["b", "both"] and list(test) == ["a"]
+    assert [texts(dataset) for dataset in valid.values()] == [texts(dataset) for dataset in alone]
+    with IndexedDatasetWriter(corpora / "empty", np.uint16):
+        pass
+    config = replace(config, valid_data=[f"a={a}", f"none={corpora / 'empty'}"])
+    with pytest.raises(ValueError, match="leaves no valid data of .*empty: it has 0 documents"):
+        check_data(config, tokenizer, trains=False, evaluates=True)
 
 
 def test_blend_by_weights_and_by_size(corpora, tokenizer):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_tools.merge_datasets import find_prefixes
-from megazero.data.corpora import Corpus, find_corpora, is_json
+from megazero.data.corpora import Corpus, find_corpora, find_sets, is_json
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.sidecar import Sidecar, write_sidecar
 
@@ -74,6 +74,23 @@ def test_a_corpus_that_is_named_twice_is_refused(folder, entries):
     (folder / "data/webtext/data.json").write_text("")
     with pytest.raises(ValueError, match="--valid-data names .* more than once. Name it once, with the sum"):
         find_corpora(entries, "--valid-data")
+
+
+def test_sets_have_names_before_their_first_corpora(folder):
+    assert find_sets(["plain", "c"], "--valid-data") == {"": find_corpora(["plain", "c"])}
+    assert find_sets(["a=plain", "b=0.3", "plain", "0.7", "c", "d=./c"], "--valid-data") == {
+        "a": find_corpora(["plain"]),
+        "b": find_corpora(["0.3", "plain", "0.7", "c"]),
+        "d": find_corpora(["c"]),
+    }
+    (folder / "a=b.idx").write_bytes(b"")
+    assert find_sets(["./a=b"], "--valid-data") == {"": [Corpus(Path("a=b"), True)]}
+
+
+@pytest.mark.parametrize("entries", [["=plain"], ["a=", "plain"], ["a=plain", "a=c"], ["plain", "a=c"]])
+def test_sets_without_a_name_or_a_corpus_or_with_the_name_of_another_are_refused(folder, entries):
+    with pytest.raises(ValueError, match="--test-data .*: give every set a name of its own .* or none at all; .* ./"):
+        find_sets(entries, "--test-data")
 
 
 def test_number_as_a_file_name(folder):
