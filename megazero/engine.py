@@ -33,6 +33,7 @@ from megazero.zero.build import build_buckets, dissolve, leave
 from megazero.zero.config import ZeroConfig
 from megazero.zero.gemini_trace import Meter
 from megazero.zero.homes import Homes
+from megazero.zero.hooks import uncompiled
 from megazero.zero.model_watch import ModelWatch
 from megazero.zero.optimizer import BucketOptimizer, idle_optimizer
 from megazero.zero.orthogonal import Orthogonal
@@ -213,6 +214,7 @@ class Engine:
 
     forward = __call__
 
+    @uncompiled
     def _follow_requires_grad(self) -> None:
         """Starts training parameters that the user has unfrozen since the last call, and stops training newly frozen ones."""
         if not self._watch.has_other_trained():
@@ -226,6 +228,7 @@ class Engine:
         self.schedule.restart()
 
     @torch.enable_grad()  # as loss.backward(), it may be called inside of no_grad
+    @uncompiled
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Accumulates the gradient of `loss / gradient_accumulation_steps`; reduces it at the last micro-batch.
 
@@ -260,6 +263,7 @@ class Engine:
         self._has_gradients = True
         return loss.detach()
 
+    @uncompiled
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Counts the micro-batch; at the last one, updates weights and learning rate unless a gradient has overflowed.
 

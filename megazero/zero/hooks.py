@@ -1,10 +1,10 @@
-"""The hooks that the engine puts on the modules and parameters of a user's model, which neither a copy nor a cycle may keep."""
+"""The hooks that the engine puts on a user's model: neither a copy nor a cycle may keep them, and no graph may contain them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
 from torch import Tensor
@@ -14,6 +14,19 @@ if TYPE_CHECKING:
     from megazero.zero.bucket import Bucket
     from megazero.zero.schedule import Schedule
 
+Function = TypeVar("Function", bound=Callable)
+
+
+def uncompiled(function: Function) -> Function:
+    """`function`, which torch.compile runs as it is, with all that it calls: no graph can hold parameters that are not whole.
+
+    What torch.compiler.disable does, which imports torch._dynamo: that takes each rank longer than torch. A graph of the calls
+    for each hook would be one too many.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
+
 
 class Hook:
     """A module's hook that torch.compile leaves alone, and that a copy of the module loses, because a copy is not sharded."""
@@ -21,6 +34,7 @@ class Hook:
     def __init__(self, hook: Callable) -> None:
         self._call = hook
 
+    @uncompiled
     def __call__(self, *args: Any) -> Any:
         """What the hook returns."""
         return self._call(*args)
@@ -32,12 +46,6 @@ class Hook:
 
 def _do_nothing(*_: Any) -> None:
     pass
-
-
-# What torch.compiler.disable does, which imports torch._dynamo: that takes each rank longer than torch. A graph of the calls for
-# each hook would be one too many.
-Hook.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
-set_code_exec_strategy(Hook.__call__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
 def weak_hook(bucket: Bucket, act: Callable[[Schedule, Bucket], None]) -> Callable[[Tensor], None]:

@@ -253,6 +253,32 @@ def test_compiled_blocks_and_models_train_as_plain_ones(ways):
     run_ranks(2, compile_case, ways)
 
 
+@torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
+def compiled_engine_case(stages: tuple[int, ...]) -> None:
+    mpu.initialize_model_parallel(1)
+    plain = fresh(0)
+    expected = [float(one_step(plain, my_batch(i))) for i in range(3)]
+    for stage, whole in product(stages, (False, True)):
+        torch._dynamo.reset()
+        engine = fresh(stage)
+        forward = engine if whole else torch.compile(engine, backend="aot_eager")
+
+        def step(batch, engine=engine, forward=forward):
+            loss = engine.backward(forward(batch))
+            engine.step()
+            return loss
+
+        step = torch.compile(step, backend="aot_eager") if whole else step
+        assert [float(step(my_batch(i))) for i in range(3)] == pytest.approx(expected, rel=1e-5), f"{stage=} {whole=}"
+        torch.testing.assert_close(engine.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"], f"nothing was compiled: {stage=} {whole=}"
+
+
+@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.slow)], ids=str)
+def test_a_compiled_engine_and_a_compiled_step_train_as_plain_ones(stages):
+    run_ranks(2, compiled_engine_case, stages)
+
+
 def part_case() -> None:
     """Calling a part of the model, and a second forward before the backward."""
     mpu.initialize_model_parallel(1)
