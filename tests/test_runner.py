@@ -546,8 +546,9 @@ while True:
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     pid_file = Path(tempfile.gettempdir()) / f"{process.pid}.megazero"
     os.kill(int(pid_file.read_text()), number)
-    output, _ = finish(process)
+    output, messages = finish(process)
     assert output == "saved\n" * 2 and not pid_file.exists()
+    assert f"megazero: the launcher got {number.name}: " in messages, messages
 
 
 @pytest.mark.parametrize(

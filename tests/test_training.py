@@ -208,6 +208,7 @@ def test_signal_finishes_the_step_saves_and_exits_zero(corpus, tmp_path, name):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     last = max(metrics(tmp_path))
+    assert f"the launcher got {name}: " in output
     assert f"stopping after iteration {last}: SIGTERM" in output  # which is what the launcher passes on
     assert (tmp_path / "latest").read_text() == f"global_step{last}"
 

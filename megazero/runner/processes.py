@@ -81,11 +81,19 @@ class Node:
 
 @contextmanager
 def stop_signals(stop: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
-    """Inside the block, the STOP_SIGNALS call `stop()`, SIGQUIT calls `end()`. Under nohup, SIGHUP stays ignored."""
+    """Inside the block, the STOP_SIGNALS call `stop()`, SIGQUIT calls `end()`, and each is logged: ranks see only SIGTERM.
+
+    Under nohup, SIGHUP stays ignored.
+    """
     actions: dict[int, Callable[[], object]] = {**dict.fromkeys(STOP_SIGNALS, stop), signal.SIGQUIT: end}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         del actions[signal.SIGHUP]
-    before = {number: signal.signal(number, lambda number, _: actions[number]()) for number in actions}
+
+    def act(number: int, _: object) -> None:
+        logger.warning("the launcher got %s: it ends the job, whose ranks get SIGTERM", signal.Signals(number).name)
+        actions[number]()
+
+    before = {number: signal.signal(number, act) for number in actions}
     try:
         yield
     finally:
