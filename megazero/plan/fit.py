@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any
 
 from megazero.plan.change import Change, at_lower_stages, changes, last_resorts
-from megazero.plan.job_plan import JobPlan, Setup, plan_job
+from megazero.plan.job_plan import JobPlan, Setup, activation_modes, plan_job
 from megazero.plan.limits import Limits
 from megazero.zero.memory import size
 
 MOST_ERROR = 10  # an estimate of activations is not wrong by this factor
-MOST_BATCH, MOST_LAYERS = 1 << 16, 1 << 12  # the most that are tried: a plan of so many layers takes seconds
+# The most that are tried: a plan of so many layers takes seconds.
+MOST_BATCH, MOST_LAYERS, MOST_BUDGET_GB = 1 << 16, 1 << 12, 1 << 12
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def what_to_change(setup: Setup, limits: Limits) -> list[Change]:
         return []
     for single in (changes(setup), last_resorts(setup)):
         if ways := [change for change in single if _fits(change.setup, limits)]:
-            return ways
+            return [each for change in ways for each in (*_recomputing_less(setup, change, limits), change)]
     start, values = setup, dict[str, Any]()
     while True:
         steps = (*changes(setup), *last_resorts(setup))
@@ -149,6 +150,18 @@ def what_to_change(setup: Setup, limits: Limits) -> list[Change]:
         if _fits(setup, limits):
             lower = (change for change in at_lower_stages(start, values) if _fits(change.setup, limits))
             return [next(lower, Change(values, setup))]
+
+
+def _recomputing_less(setup: Setup, change: Change, limits: Limits) -> list[Change]:
+    """Where `change` is to recompute everything: --recompute auto with the most whole GB that fit, if some block need not."""
+    if setup.model.recompute_mode == "full" or change.setup.model.recompute_mode != "full":
+        return []
+    all_of_it = activation_modes(setup)["--checkpoint-activations"]
+    budget = _largest(setup, limits, "recompute_budget_gb", MOST_BUDGET_GB, recompute="auto")
+    if budget * 1e9 < all_of_it.kept + 2 * all_of_it.block:  # the last block recomputes nothing in any case
+        return []
+    values = {"recompute": "auto", "recompute_budget_gb": budget}
+    return [Change(values, setup.changed(**values))]
 
 
 def _excess(setup: Setup, limits: Limits) -> int:
@@ -185,12 +198,12 @@ def _fits_with(setup: Setup, limits: Limits, **values: Any) -> bool:
         return False
 
 
-def _largest(setup: Setup, limits: Limits, field: str, most: int) -> int:
+def _largest(setup: Setup, limits: Limits, field: str, most: int, **others: Any) -> int:
     low, high = 0, 1
-    while high <= most and _fits_with(setup, limits, **{field: high}):
+    while high <= most and _fits_with(setup, limits, **{field: high}, **others):
         low, high = high, 2 * high
     high = min(high, most + 1)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _fits_with(setup, limits, **{field: middle}) else (low, middle)
+        low, high = (middle, high) if _fits_with(setup, limits, **{field: middle}, **others) else (low, middle)
     return low

@@ -304,6 +304,22 @@ def test_the_largest_batch_divides_the_global_batch_that_is_set():
     assert largest_batch(job, Limits(device=GB)) == 0
 
 
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_where_not_all_blocks_need_be_recomputed_the_largest_budget_is_proposed_beside_full(mode):
+    job = setup(TEN_BILLION, 2, 8, batch=16).changed(checkpoint_activations=False, recompute=mode)
+    recomputed = plan_job(job.changed(recompute="full"))
+    extra = 20 * GB
+    limits = Limits(device=recomputed.device + extra)
+    found = {change.flags: change for change in what_to_change(job, limits)}
+    auto, full = [flags for flags in found if "--recompute" in flags]
+    budget = found[auto].values["recompute_budget_gb"]
+    assert (auto, full) == (f"--recompute auto --recompute-budget-gb {budget}", "--recompute full")
+    assert not check_fits(plan_job(found[auto].setup), limits) and budget * GB > extra
+    assert check_fits(plan_job(job.changed(recompute="auto", recompute_budget_gb=budget + 1)), limits)
+    least = Limits(device=recomputed.device)
+    assert not any("auto" in change.flags for change in what_to_change(job, least))
+
+
 @pytest.mark.parametrize(("gpu", "stage"), [(24, "--zero-stage 3"), (70, "--zero-stage 2")])
 def test_where_no_single_change_is_enough_several_are_combined_at_the_lowest_stage_that_fits(gpu, stage):
     job = setup(replace(TEN_BILLION, checkpoint_activations=False), 0, 8, batch=8)
