@@ -106,7 +106,8 @@ def unchecked(plan: JobPlan, limits: Limits) -> list[tuple[str, int, str]]:
 
 def _for_device(setup: Setup, is_of_states: bool) -> str:
     ways = [change.flags for change in what_takes_less(setup, is_of_states)]
-    return f"{', or '.join(ways)} takes less." if ways else "Use more ranks, or a smaller model."
+    what = "Its states alone need that much. " if is_of_states else ""
+    return what + (f"{', or '.join(ways)} takes less." if ways else "Use more ranks, or a smaller model.")
 
 
 def what_takes_less(setup: Setup, of_states: bool = False) -> list[Change]:

@@ -623,7 +623,7 @@ OFFLOADED = ["--zero-stage", "3", "--offload-optimizer", "cpu", "--offload-param
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        (Limits(device=GB), "device memory per rank, and 1.00 GB are there"),
+        (Limits(device=GB), "device memory per rank, and 1.00 GB are there. Its states alone need that much. "),
         (Limits(host=GB), "host memory per node, and 1.00 GB are there. Use --offload-optimizer nvme"),
         (Limits(host=GB, disk=GB), r"host memory per node, .*\. Also, the job needs .* of disk per node"),
         (Limits(disk=GB), "disk per node, and 1.00 GB are there. Name a larger disk by --nvme-path"),
