@@ -144,6 +144,10 @@ def _import(arguments: argparse.Namespace) -> int:
     given = [flag_of(name) for name, value in megatron_only.items() if value is not None]
     if given and arguments.source != "megatron":
         raise ValueError(f"{' and '.join(given)}: for --from megatron only. Drop it.")
+    if not Path(arguments.path).is_dir():
+        raise FileNotFoundError(
+            f"{arguments.path} is no directory: name the one that --from {arguments.source} is to read."
+        )
     if arguments.source == "deepspeed":
         foreign = read_deepspeed(arguments.path, arguments.tag)
     elif arguments.source == "megatron":

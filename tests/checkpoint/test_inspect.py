@@ -215,6 +215,9 @@ def test_verify_of_an_index_that_is_wrong(saved, change, expected):
     assert re.search(expected, "\n".join(verify(saved, TAG).problems))
 
 
+SOURCES = ("deepspeed", "megatron", "huggingface", "dcp")
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -242,6 +245,7 @@ def test_verify_of_an_index_that_is_wrong(saved, change, expected):
         (["import", "{empty}", "{out}", "--from", "megatron", "--tag", "new"], "the iteration as a number"),
         (["import", "{empty}", "{out}", "--from", "megatron"], "latest_checkpointed_iteration.txt is missing"),
         (["import", "{empty}", "{out}", "--from", "deepspeed"], "latest"),
+        *((["import", "{nowhere}", "{out}", "--from", source], "is no directory") for source in SOURCES),
     ],
 )
 def test_an_error_is_one_line_and_status_2(saved, tmp_path, capsys, arguments, message):
