@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import os
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -116,6 +117,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises a ValueError."""
         raise ValueError(f"{message} (see {self.prog} --help)")
+
+    def print_help(self, file: Any = None) -> None:
+        """Prints the help on the first rank alone: all ranks of a launch have the same command line."""
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
 
     @property
     def takes_value(self) -> dict[str, bool]:

@@ -178,6 +178,14 @@ def test_what_a_script_gives_can_be_taken_back_behind_it(with_file):
     assert not config.precision.bf16 and log.count("--no-bf16 wins over bf16.enabled true of ") == 1
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_help_is_printed_by_the_first_rank_alone(rank, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit, match="^0$"):
+        load_config(["--help"])
+    assert capsys.readouterr().out.count("usage:") == (rank == "0")
+
+
 def test_help_names_every_flag_and_every_default_but_of_switches_that_are_off():
     parser = make_parser(list(get_type_hints(Config).values()), "")
     text = "".join(parser.format_help().split())  # lines end anywhere, within flags too
