@@ -349,7 +349,7 @@ def test_flags_that_are_always_so_are_accepted():
         ("--clip-grad nan", "--clip-grad must be a finite number, got nan"),
         ("--lr fast", "argument --lr: invalid float value: 'fast'"),
         ("--lr inf", "--lr must be a finite number, got inf"),
-        ("--adam-eps -1", "--adam-eps must be 0 or more"),
+        ("--adam-eps 0", "--adam-eps must be above 0"),
         ("--adam-beta1 1", "--adam-beta1 must lie in .0, 1., got 1.0"),
         ("--adam-beta2 1", "--adam-beta2 must lie in .0, 1., got 1.0"),
         ("--layernorm-epsilon -1", "--layernorm-epsilon must be 0 or more"),

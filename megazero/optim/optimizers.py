@@ -64,7 +64,7 @@ class OptimizerConfig:
     clip_grad: float = option(1.0, "clip the global gradient norm to this; 0 turns clipping off", at_least=0)
     adam_beta1: float = option(0.9, "decay of the first moment", at_least=0, below=1)
     adam_beta2: float = option(0.999, "decay of the second moment", at_least=0, below=1)
-    adam_eps: float = option(1e-8, "added to the square root of the second moment", at_least=0)
+    adam_eps: float = option(1e-8, "added to the square root of the second moment", above=0)
     optimizer: str = option(
         "adamw",
         "muon: Muon for the blocks' matrices, AdamW for the rest; apex-adamw needs NVIDIA apex built from source (the package "
