@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint: perplexity of a text, WikiText's word-level perplexity, or LAMBADA's last-word accuracy.
+"""Evaluates a checkpoint: perplexity of a text or of WikiText, accuracy on LAMBADA's last words or HellaSwag's endings.
 
 python evaluate_gpt2.py --load DIR --task wikitext --valid-data wiki.test.tokens
 """
@@ -17,14 +17,16 @@ if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them witho
 
 from megazero.arguments import load_components
 from megazero.entry import run_script
-from megazero.evaluation import check_stride, last_word_accuracy, sliding_window_perplexity
+from megazero.evaluation import check_stride, ending_accuracy, last_word_accuracy, sliding_window_perplexity
 from megazero.inference import InferenceConfig, Trained, load_model, open_checkpoint
 from megazero.logging import counted, table
 from megazero.model.config import GPT2Config
 from megazero.option import check_options, option
-from megazero.texts import has_lines_of_json, load_texts, read_text, wikitext_detokenize, word_count
+from megazero.texts import has_lines_of_json, load_questions, load_texts, read_text, wikitext_detokenize, word_count
 
 logger = logging.getLogger("megazero.evaluate")
+
+_OF_LINES = ("lambada", "hellaswag")  # tasks whose data are JSON lines
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,12 @@ class EvaluationConfig:
 
     task: str = option(
         "perplexity",
-        "perplexity of a plain text file, word-level perplexity of WikiText, or last-word accuracy on LAMBADA's JSON lines",
-        choices=("perplexity", "wikitext", "lambada"),
+        "perplexity of a plain text file, word-level perplexity of WikiText, last-word accuracy on LAMBADA's JSON lines, or how "
+        "often the right one of HellaSwag's endings is the likeliest",
+        choices=("perplexity", "wikitext", *_OF_LINES),
     )
-    valid_data: str | None = option(None, "text file to evaluate on; for lambada, a file of JSON lines")
-    text_key: str = option("text", "key of the text in each JSON line")
+    valid_data: str | None = option(None, "text file to evaluate on; for lambada and hellaswag, a file of JSON lines")
+    text_key: str = option("text", "key of the text in each JSON line, for lambada")
     overlapping_eval: int | None = option(
         None,
         "new tokens that each window predicts; a smaller number gives more context and a longer run (default: 32, or the "
@@ -79,7 +82,7 @@ def check(world_size: int) -> Checked:
     config, task = load_components((InferenceConfig, EvaluationConfig), "Evaluate a checkpoint.")
     config.check_world(world_size)
     assert task.valid_data is not None
-    if task.task != "lambada" and has_lines_of_json(task.valid_data):
+    if task.task not in _OF_LINES and has_lines_of_json(task.valid_data):
         raise ValueError(
             f"--valid-data {task.valid_data} holds JSON lines, whose keys and escapes would count as text. Write the texts alone "
             "into a file; or, for the mean loss of a corpus, give it to pretrain_gpt2.py as --valid-data."
@@ -87,7 +90,7 @@ def check(world_size: int) -> Checked:
     trained = open_checkpoint(config)
     window = task.window(trained.client, trained.model)
     trained.model.check_sequence(window)
-    if task.task != "lambada":
+    if task.task not in _OF_LINES:
         check_stride(task.stride(window), window)
     return config, task, trained
 
@@ -95,7 +98,7 @@ def check(world_size: int) -> Checked:
 def main(checked: Checked) -> None:
     """Prints the checkpoint's result on the task."""
     task = checked[1]
-    rows = last_words(*checked) if task.task == "lambada" else perplexity(*checked)
+    rows = {"lambada": last_words, "hellaswag": endings}.get(task.task, perplexity)(*checked)
     logger.info("%s", table(f"{task.task} of {task.valid_data}", rows))
 
 
@@ -115,6 +118,26 @@ def last_words(config: InferenceConfig, task: EvaluationConfig, trained: Trained
         groups=groups,
     )
     return [("last words", f"{result.correct} of {result.total}"), ("accuracy", f"{result.accuracy:.4f}")]
+
+
+def endings(config: InferenceConfig, task: EvaluationConfig, trained: Trained) -> Rows:
+    """The rows of HellaSwag's result."""
+    assert task.valid_data is not None
+    questions = load_questions(task.valid_data)
+    model, groups = load_model(config, trained)
+    result = ending_accuracy(
+        model,
+        questions,
+        trained.tokenizer,
+        seq_length=task.window(trained.client, trained.model),
+        batch_size=task.batch_size,
+        groups=groups,
+    )
+    return [
+        ("questions", f"{result.total:,}"),
+        ("accuracy", f"{result.accuracy:.4f} by the loss of the whole ending"),
+        ("normalized accuracy", f"{result.accuracy_per_token:.4f} by the loss per token"),
+    ]
 
 
 def perplexity(config: InferenceConfig, task: EvaluationConfig, trained: Trained) -> Rows:

@@ -1,6 +1,6 @@
-"""Evaluates a language model: perplexity of a text by sliding windows, and accuracy on the last word of passages.
+"""Evaluates a language model: perplexity of a text by sliding windows, and accuracy on last words and among given endings.
 
-Both run on every rank. Each data-parallel rank does its share of the work, in the same number of forward passes, and all ranks
+All run on every rank. Each data-parallel rank does its share of the work, in the same number of forward passes, and all ranks
 return the same result.
 """
 
@@ -17,6 +17,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.logging import counted
 from megazero.metrics import perplexity
 from megazero.model.modes import in_mode
+from megazero.texts import Question
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,15 @@ class LastWordAccuracy:
     def accuracy(self) -> float:
         """Share of passages whose last word was predicted."""
         return self.correct / self.total
+
+
+@dataclass(frozen=True)
+class EndingAccuracy:
+    """Result of `ending_accuracy`: shares of the questions whose right ending has the least loss."""
+
+    accuracy: float  # by the sum over the ending's tokens
+    accuracy_per_token: float  # by the mean
+    total: int
 
 
 @torch.no_grad()
@@ -153,13 +163,7 @@ def last_word_accuracy(
     correct = torch.zeros((), dtype=torch.int64, device=device)
     with in_mode(model, training=False):
         for rows, is_real in _share(len(examples), batch_size, groups):
-            batch = [examples[i] for i in rows.tolist()]
-            longest = max(len(ids) for ids, _ in batch)
-            tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in batch], device=device)
-            wanted = torch.zeros(len(batch), longest - 1, dtype=torch.bool)
-            for row, (ids, word_tokens) in enumerate(batch):
-                wanted[row, len(ids) - 1 - word_tokens : len(ids) - 1] = True
-            wanted = wanted.to(device)
+            tokens, wanted = (x.to(device) for x in _padded([examples[i] for i in rows.tolist()]))
             logits = model(tokens[:, :-1].contiguous())  # [b, s, v_padded/t]
             full = mpu.gather_from_model_parallel_region(logits[wanted], groups.model)  # [number wanted, v_padded]
             is_right = torch.ones_like(wanted)
@@ -168,21 +172,82 @@ def last_word_accuracy(
     return LastWordAccuracy(correct=int(comm.all_reduced(correct, groups.data)), total=len(texts))
 
 
+@torch.no_grad()
+def ending_accuracy(
+    model: nn.Module,
+    questions: Sequence[Question],
+    tokenizer: Tokenizer,
+    *,
+    seq_length: int,
+    batch_size: int,
+    groups: mpu.ParallelGroups,
+) -> EndingAccuracy:
+    """How often the model finds the right one of a question's endings likelier than the others (HellaSwag, arXiv:1905.07830).
+
+    An ending's loss is that of its own tokens after the context's. Contexts that are too long lose their beginning.
+
+    Args:
+        model: called as `model(tokens, targets=targets)`, both [b, s] on this process's device; returns the loss of each token
+            [b, s] in nats.
+        batch_size: endings per forward pass and rank.
+
+    Raises:
+        ValueError: there is no question, or an ending has no token or more than `seq_length`.
+    """
+    if not questions:
+        raise ValueError("there is no question to find the ending of.")
+    examples = [
+        _example(f"question {i}: ending {j}", question.context, ending, tokenizer, seq_length)
+        for i, question in enumerate(questions)
+        for j, ending in enumerate(question.endings)
+    ]
+    device = comm.local_device()
+    nats = torch.zeros(len(examples), dtype=torch.float64, device=device)
+    with in_mode(model, training=False):
+        for rows, is_real in _share(len(examples), batch_size, groups):
+            tokens, wanted = (x.to(device) for x in _padded([examples[i] for i in rows.tolist()]))
+            loss = model(tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous())
+            nats[rows[is_real].to(device)] = (loss.double() * wanted).sum(dim=1)[is_real.to(device)]
+    nats = comm.all_reduced(nats, groups.data).cpu()
+    per_token = nats / torch.tensor([number for _, number in examples])
+    sizes = [len(question.endings) for question in questions]
+
+    def share_right(losses: Tensor) -> float:
+        pairs = zip(losses.split(sizes), questions, strict=True)
+        return sum(of_each.argmin().item() == question.right for of_each, question in pairs) / len(questions)
+
+    return EndingAccuracy(share_right(nats), share_right(per_token), len(questions))
+
+
 def _last_word_example(index: int, text: str, tokenizer: Tokenizer, seq_length: int) -> tuple[list[int], int]:
-    """(token ids, how many of the last ones are the last word)."""
     parts = text.strip().rsplit(None, 1)
     if len(parts) < 2:
         raise ValueError(
             f"text {index} has fewer than two words ({text[:60]!r}): there is no context for its last word."
         )
     context, word = parts
-    ids = tokenizer.encode(f"{context} {word}")
+    return _example(f"text {index}: its last word", context, word, tokenizer, seq_length)
+
+
+def _example(what: str, context: str, ending: str, tokenizer: Tokenizer, seq_length: int) -> tuple[list[int], int]:
+    """(token ids, how many of the last ones are the ending), cut to what `seq_length` tokens predict."""
+    ids = tokenizer.encode(f"{context} {ending}")
     before = tokenizer.encode(context)
     shared = next((i for i, (x, y) in enumerate(zip(ids, before, strict=False)) if x != y), min(len(ids), len(before)))
-    word_tokens = len(ids) - max(shared, 1)
-    if not 0 < word_tokens <= seq_length:
-        raise ValueError(f"text {index}: its last word has {word_tokens} tokens, --seq-length is {seq_length}.")
-    return ids[-(seq_length + 1) :], word_tokens
+    number = len(ids) - max(shared, 1)
+    if not 0 < number <= seq_length:
+        raise ValueError(f"{what} has {counted(number, 'token')}, --seq-length is {seq_length}.")
+    return ids[-(seq_length + 1) :], number
+
+
+def _padded(examples: Sequence[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
+    """The ids [b, s + 1], with zeros behind, and which of the s predictions are of the endings, [b, s]."""
+    longest = max(len(ids) for ids, _ in examples)
+    tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in examples])
+    wanted = torch.zeros(len(examples), longest - 1, dtype=torch.bool)
+    for row, (ids, number) in enumerate(examples):
+        wanted[row, len(ids) - 1 - number : len(ids) - 1] = True
+    return tokens, wanted
 
 
 def _share(count: int, batch_size: int, groups: mpu.ParallelGroups) -> Iterator[tuple[Tensor, Tensor]]:

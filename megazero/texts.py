@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from megazero.files import file_named
 from megazero.lines.jsonl import LineError, read_object
+from megazero.logging import counted
+
+_Read = TypeVar("_Read")
 
 
 def read_text(path: str | Path, flag: str) -> str:
@@ -40,18 +45,51 @@ def load_texts(path: str | Path, text_key: str = "text") -> list[str]:
         ValueError: a line is not a JSON object with a string under `text_key`, in which case the message names file and line; or
             there is no text.
     """
-    texts = []
+    return _read_lines(path, f'{{"{text_key}": "..."}}', lambda line: read_object(line, text_key)[text_key])
+
+
+class Question(NamedTuple):
+    """A context, ways to go on, and which of them is the right one."""
+
+    context: str
+    endings: list[str]
+    right: int
+
+
+def load_questions(path: str | Path) -> list[Question]:
+    """The questions of a file of JSON lines in HellaSwag's form.
+
+    Raises:
+        ValueError: as `load_texts`, for lines of another form.
+    """
+    return _read_lines(path, '{"ctx": "...", "endings": ["...", "..."], "label": 0}', _question)
+
+
+def _question(line: bytes) -> Question:
+    found = read_object(line, "ctx")
+    endings, label = found.get("endings"), str(found.get("label"))
+    if not found["ctx"].strip():
+        raise LineError("'ctx' is blank")
+    if not isinstance(endings, list) or not all(isinstance(each, str) for each in endings):
+        raise LineError("'endings' is not a list of strings")
+    if not label.isdecimal() or int(label) >= len(endings):
+        raise LineError(f"'label' is {found.get('label')!r}, not the place of one of {counted(len(endings), 'ending')}")
+    return Question(found["ctx"], endings, int(label))
+
+
+def _read_lines(path: str | Path, form: str, read: Callable[[bytes], _Read]) -> list[_Read]:
+    found = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                texts.append(read_object(line, text_key)[text_key])
+                found.append(read(line))
             except LineError as error:
-                raise ValueError(f'{path}:{number}: {error}. Expected lines like {{"{text_key}": "..."}}.') from error
-    if not texts:
-        raise ValueError(f'{path} is empty: expected lines like {{"{text_key}": "..."}}.')
-    return texts
+                raise ValueError(f"{path}:{number}: {error}. Expected lines like {form}.") from error
+    if not found:
+        raise ValueError(f"{path} is empty: expected lines like {form}.")
+    return found
 
 
 # WikiText separates punctuation by spaces. The order of the repairs matters: it is that of Megatron-LM's evaluation, so that

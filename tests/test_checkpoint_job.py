@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -268,6 +269,33 @@ def test_a_text_too_short_to_evaluate_is_refused_before_the_model_is_loaded(whol
     monkeypatch.setattr("sys.argv", ["evaluate_gpt2.py", "--load", str(whole), "--valid-data", str(tmp_path / "short")])
     with pytest.raises(ValueError, match=f"--valid-data .*short has {found}; the first token is not predicted"):
         evaluate_gpt2.main(evaluate_gpt2.check(1))
+
+
+@pytest.mark.parametrize(
+    ("task", "line", "expected"),
+    [
+        ("lambada", {"text": "the ranks of a group"}, r"last words +\d of 2\n.*accuracy +[01]\."),
+        (
+            "hellaswag",
+            {"ctx": "the ranks", "endings": ["of a", "group"], "label": 1},
+            r"questions +2\n.*accuracy +[01]\.",
+        ),
+    ],
+)
+def test_json_lines_are_the_data_of_tasks_that_ask_questions(whole, tmp_path, task, line, expected):
+    (tmp_path / "lines").write_text(f"{json.dumps(line)}\n" * 2)
+    flags = [
+        "--load",
+        str(whole),
+        "--valid-data",
+        str(tmp_path / "lines"),
+        "--task",
+        task,
+        "--model-parallel-size",
+        "2",
+    ]
+    done = run_script(2, "evaluate_gpt2.py", flags)
+    assert done.returncode == 0 and re.search(expected, done.stdout, re.DOTALL), done.stdout
 
 
 @pytest.mark.parametrize("task", ["perplexity", "wikitext"])

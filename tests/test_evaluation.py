@@ -1,7 +1,8 @@
-"""Perplexity and last-word accuracy against the naive way to compute them."""
+"""Perplexity and the accuracies against the naive way to compute them."""
 
 import json
 import math
+import operator
 
 import pytest
 import torch
@@ -14,12 +15,12 @@ from generate_samples import SampleConfig, continuation
 from megazero import mpu
 from megazero.arguments import load_components
 from megazero.data.tokenizer import build_tokenizer
-from megazero.evaluation import last_word_accuracy, sliding_window_perplexity, sliding_windows
+from megazero.evaluation import ending_accuracy, last_word_accuracy, sliding_window_perplexity, sliding_windows
 from megazero.inference import InferenceConfig, open_checkpoint, refuse_other_model
 from megazero.metrics import perplexity
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
-from megazero.texts import load_texts, read_text, wikitext_detokenize, word_count
+from megazero.texts import Question, load_questions, load_texts, read_text, wikitext_detokenize, word_count
 from tests.model.plain_gpt2 import PlainGPT2, load_same
 from tests.ranks import run_ranks
 from tests.vocabularies import make_sentencepiece
@@ -179,6 +180,88 @@ def last_word_case(model_parallel_size):
 @pytest.mark.parametrize(("world_size", "model_parallel_size"), [(1, 1), (2, 2), (2, 1)])
 def test_last_word_accuracy_equals_each_passage_alone(world_size, model_parallel_size):
     run_ranks(world_size, last_word_case, model_parallel_size)
+
+
+def naive_losses(plain, question, seq_length):
+    """Of each ending, the loss of each of its tokens."""
+    losses = []
+    for ending in question.endings:
+        before, own = Letters().encode(question.context), Letters().encode(f" {ending}")
+        ids = torch.tensor((before + own)[-(seq_length + 1) :])
+        of_all = F.cross_entropy(plain(ids[None, :-1])[0], ids[1:], reduction="none")
+        losses.append(of_all[-len(own) :])
+    return losses
+
+
+QUESTIONS = [
+    Question(context, endings, right)
+    for right, (context, endings) in enumerate(
+        [
+            ("one ctx", ["abc", "de fgh ij", "k", "lmnop qr"]),
+            ("another", ["st uv", "w", "a b c d e f"]),
+            ("a context that is longer than the window", ["x", "yz abc", "q r s t u"]),
+            ("c", ["a", "bcdefgh", "ijk", "lm no"]),
+        ]
+    )
+]
+
+
+@torch.no_grad()
+def ending_case(model_parallel_size):
+    model, plain, groups = same_model(model_parallel_size)
+    losses = [naive_losses(plain, question, 12) for question in QUESTIONS]
+    found = [
+        [int(torch.stack([reduce(x) for x in of_each]).argmin()) for of_each in losses]
+        for reduce in (torch.sum, torch.mean)
+    ]
+    assert found[0] != found[1]
+    for right in (found[0], found[1], [question.right for question in QUESTIONS]):
+        questions = [question._replace(right=each) for question, each in zip(QUESTIONS, right, strict=True)]
+        got = ending_accuracy(model, questions, Letters(), seq_length=12, batch_size=3, groups=groups)
+        assert got.total == len(questions)
+        shares = [sum(map(operator.eq, each, right)) / len(right) for each in found]
+        assert [got.accuracy, got.accuracy_per_token] == shares
+    assert model.training
+
+
+@pytest.mark.parametrize(("world_size", "model_parallel_size"), [(1, 1), (2, 2), (2, 1), (4, 2)])
+def test_the_likeliest_ending_is_that_of_each_ending_alone(world_size, model_parallel_size):
+    run_ranks(world_size, ending_case, model_parallel_size)
+
+
+@pytest.mark.parametrize(
+    ("questions", "message"),
+    [
+        ([], "no question"),
+        ([Question("fine", ["here", " "], 0)], "question 0: ending 1 has 0 tokens"),
+        ([Question("fine", ["here", "it is too long"], 0)], "ending 1 has 11 tokens, --seq-length is 8"),
+    ],
+)
+def test_questions_without_endings_that_fit_are_refused(one_rank, questions, message):
+    with pytest.raises(ValueError, match=message):
+        ending_accuracy(GPT2Model(CONFIG), questions, Letters(), seq_length=8, batch_size=1, groups=mpu.get_groups())
+
+
+def test_questions_are_read_and_bad_lines_are_named(tmp_path):
+    path = tmp_path / "hellaswag.jsonl"
+    lines = [
+        '{"ind": 4, "ctx": "A man", "endings": ["sits", "is"], "label": 1}',
+        '{"ctx": "A", "endings": ["b"], "label": "0"}',
+    ]
+    path.write_text("\n\n".join(lines))
+    assert load_questions(path) == [Question("A man", ["sits", "is"], 1), Question("A", ["b"], 0)]
+    for line, message in (
+        ('{"text": "A man"}', "no key 'ctx'"),
+        ('{"ctx": " ", "endings": ["sits"], "label": 0}', "'ctx' is blank"),
+        ('{"ctx": "A man", "label": 0}', "'endings' is not a list of strings"),
+        ('{"ctx": "A man", "endings": ["sits", 1], "label": 0}', "'endings' is not a list of strings"),
+        ('{"ctx": "A man", "endings": ["sits"], "label": 1}', "'label' is 1, not the place of one of 1 ending"),
+        ('{"ctx": "A man", "endings": ["sits"], "label": ""}', "'label' is '', not the place"),
+        ('{"ctx": "A man", "endings": ["sits"]}', "'label' is None, not the place"),
+    ):
+        path.write_text(f"{lines[0]}\n{line}\n")
+        with pytest.raises(ValueError, match=rf"hellaswag.jsonl:2: {message}.*Expected lines like"):
+            load_questions(path)
 
 
 @pytest.mark.parametrize("texts", [[], ["word"], ["fine here", "  "]])
