@@ -8,6 +8,7 @@ import logging
 import random
 from functools import partial
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 
 import numpy as np
 import pytest
@@ -289,3 +290,21 @@ def test_save_16bit_model_writes_the_whole_model(size, stage, tmp_path):
     assert state["tied.weight"].data_ptr() == state["out.weight"].data_ptr()
     trained = torch.load(tmp_path / "trained.bin", weights_only=True)
     assert set(state) - set(trained) == set(frozen) == {"frozen.weight", "frozen.bias"}
+
+
+def no_room_case(folder: str) -> None:
+    config = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    engine = make_engine(zero_optimization=config)
+    train(engine, 1)
+    is_first, copied = torch.distributed.get_rank() == 0, access.copied
+    access.copied = Mock(wraps=copied, side_effect=[DEFAULT, MemoryError("no room")])
+    with pytest.raises(MemoryError if is_first else comm.OtherRankError, match="no room"):
+        engine.save_16bit_model(folder)
+    access.copied = copied
+    train(engine, 1)
+    assert engine.save_16bit_model(folder) is True
+
+
+def test_every_rank_hears_that_the_first_one_has_no_memory_for_the_whole_model(tmp_path):
+    run_ranks(3, no_room_case, str(tmp_path))
+    assert torch.load(tmp_path / "pytorch_model.bin", weights_only=True)["0.weight"].shape == (9, 7)

@@ -148,6 +148,7 @@ class CheckpointingEngine(Engine):
 
         Raises:
             OSError: the file could not be written; the other ranks raise OtherRankError.
+            MemoryError, RuntimeError: the first rank had no memory for the model; the others as above.
         """
         if self.sharding.parameters and not self.config.zero_optimization.gather_16bit_weights_on_model_save:
             logger.warning(
@@ -161,17 +162,24 @@ class CheckpointingEngine(Engine):
         named, cuts = dict(self.module.named_parameters(remove_duplicate=False)), partitions(self.module)
         cut_of = {id(named[name]): cut for name, cut in cuts.items()} if self.groups.model_parallel_size > 1 else {}
         is_first = torch.distributed.get_rank() == 0
+        failures: list[Exception] = []
 
         def kept(value: Any) -> Any:
             """What is written, on the first rank alone: parameters are merged over the tensor-parallel ranks."""
-            if id(value) not in cut_of:
-                return access.copied(value) if is_first else None
-            shards = comm.all_gathered(value.detach(), self.groups.model)
-            return cut_of[id(value)].merge([shard.cpu() for shard in shards]) if is_first else None
+            cut = cut_of.get(id(value))
+            shards = [] if cut is None else comm.all_gathered(value.detach(), self.groups.model)
+            if not is_first or failures:
+                return None
+            try:
+                return access.copied(value) if cut is None else cut.merge([shard.cpu() for shard in shards])
+            except Exception as error:  # no memory: told at the end, as the other ranks go on gathering
+                failures.append(error)
 
         state = access.state_dict(self.module, self.buckets, kept)
 
         def write() -> None:
+            if failures:
+                raise failures[0]
             frozen = {name for name, p in named.items() if exclude_frozen_parameters and not p.requires_grad}
             written = {name: value for name, value in state.items() if name not in frozen}
             os.makedirs(save_dir, exist_ok=True)
