@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 import torch.distributed as dist
 
-from megazero.logging import some
+from megazero.logging import if_slow, some
+
+logger = logging.getLogger(__name__)
 
 MOST_NAMED = 16  # ranks, in one error
+PATIENCE_S = 30.0  # after which the log says who is missing
 
 
 class Meeting:
@@ -45,7 +52,9 @@ class Meeting:
             raise RuntimeError(_different(here, first))
         if self._store.add(f"{place}arrived", 1) == len(self._ranks):
             self._store.set(f"{place}end", first)
-        self._wait(place, here)
+        # Who has waited longest says it for all.
+        with if_slow(PATIENCE_S, partial(self._tell_missing, place, what)) if first == mine else nullcontext():
+            self._wait(place, here)
         end = self._store.get(f"{place}end").decode()
         if _call(end) != what:
             raise RuntimeError(_different(here, end))
@@ -90,7 +99,7 @@ class Meeting:
         try:
             self._store.wait([f"{place}end"], timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            missing = self._missing(place, range(len(self._ranks)))
+            missing = self._missing(self._store, place)
             if not missing:
                 raise RuntimeError(f"{here}, and the ranks could not meet: {error}") from error
             raise RuntimeError(
@@ -98,18 +107,28 @@ class Meeting:
                 "It was called on some ranks only: call it on every rank."
             ) from None
 
-    def _missing(self, place: str, numbers: range) -> list[int]:
-        """The ranks among those of these numbers that have not come.
+    def _tell_missing(self, place: str, what: str) -> None:
+        store: Any = self._store  # torch's stubs lack its `clone`
+        with suppress(RuntimeError):  # no connection to the store: the error of the wait will say so
+            if missing := self._missing(store.clone(), place):  # at the other connection, this rank waits
+                logger.warning(
+                    "%s was called on rank %d, and %g s later not yet on ranks %s of %s; waiting for %g s in all",
+                    *(what, self._ranks[self._rank], PATIENCE_S, named(missing), named(self._ranks), self._timeout_s),
+                )
+
+    def _missing(self, store: dist.Store, place: str, numbers: range | None = None) -> list[int]:
+        """The ranks among those of these numbers, all by default, that have not come.
 
         It asks for many at once, and then for those in each half: all ranks ask at the same time, and a request for each of
         thousands would keep the store busy for minutes.
         """
-        if self._store.check([f"{place}{number}" for number in numbers]):
+        numbers = range(len(self._ranks)) if numbers is None else numbers
+        if store.check([f"{place}{number}" for number in numbers]):
             return []
         if len(numbers) == 1:
             return [self._ranks[numbers[0]]]
         half = len(numbers) // 2
-        return [*self._missing(place, numbers[:half]), *self._missing(place, numbers[half:])]
+        return [*self._missing(store, place, numbers[:half]), *self._missing(store, place, numbers[half:])]
 
     def _forget(self, count: int) -> None:
         for name in (str(self._rank), *(("first", "arrived", "end") if self._rank == 0 else ())):

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megazero import comm
-from megazero.comm import links
+from megazero.comm import links, meeting
 from megazero.comm.meeting import Meeting
 from tests.comm.ways import WAYS, open_channel
 from tests.ranks import run_ranks
@@ -181,6 +181,25 @@ def test_every_rank_hears_at_once_that_one_calls_something_else():
     assert messages[1].startswith("step on rank tables was called on rank 1, but save on rank ")
     for rank in (0, 2):
         assert messages[rank].startswith(f"save was called on rank {rank}, but step on rank tables on rank 1. Call the")
+
+
+def late_case():
+    meeting.PATIENCE_S = 0.5
+    records = []
+    meeting.logger.addHandler(handler := logging.Handler())
+    handler.emit = records.append
+    if dist.get_rank() == 1:
+        time.sleep(1.5)
+    comm.meet_world("save_checkpoint", timeout_s=60.0)
+    return [record.getMessage() for record in records]
+
+
+def test_the_first_rank_of_a_meeting_says_who_is_late():
+    of_0, of_1, of_2 = run_ranks(3, late_case)
+    (said,) = of_0 + of_1 + of_2
+    first = 0 if of_0 else 2
+    later = "0.5 s later not yet on ranks [1] of [0, 1, 2]; waiting for 60 s in all"
+    assert said == f"save_checkpoint was called on rank {first}, and {later}"
 
 
 class CountedStore:
