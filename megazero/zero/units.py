@@ -100,12 +100,10 @@ def select_units(model: nn.Module, wanted: Sequence[nn.Module | type[nn.Module]]
         return find_units(model)
     if not isinstance(wanted, Iterable):
         raise TypeError(f"zero_units is {wanted}. Give a list of modules or classes, such as zero_units=[Block].")
-    classes = tuple(item for item in wanted if isinstance(item, type))
-    modules = {item for item in wanted if not isinstance(item, type)}
-    units = {m: name for name, m in model.named_modules() if isinstance(m, classes) or m in modules}
+    units = {m: name for name, m in model.named_modules() if any(_is_or_is_a(m, item) for item in wanted)}
     for item in wanted:
-        kind = item if isinstance(item, type) else type(item)
-        if not any(unit is item or (kind is item and isinstance(unit, kind)) for unit in units):
+        if not any(_is_or_is_a(unit, item) for unit in units):
+            kind = item if isinstance(item, type) else type(item)
             raise ValueError(
                 f"zero_units names {kind.__name__}, which the model does not contain. Name its modules or their classes."
             )
@@ -117,6 +115,10 @@ def select_units(model: nn.Module, wanted: Sequence[nn.Module | type[nn.Module]]
                     "Name one of them."
                 )
     return [unit for unit in units if any(True for _ in unit.parameters())]
+
+
+def _is_or_is_a(module: nn.Module, wanted: nn.Module | type[nn.Module]) -> bool:
+    return isinstance(module, wanted) if isinstance(wanted, type) else module is wanted
 
 
 @dataclass(frozen=True)

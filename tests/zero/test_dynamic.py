@@ -1103,8 +1103,9 @@ def test_units_can_be_given_and_wrong_ones_are_named(one_rank):
     one_step(engine, my_batch())
     with pytest.raises(ValueError, match="'blocks.0.up' lies inside of 'blocks.0'"):
         make_engine(Toy(), 3, zero_units=[Block, nn.Linear])
-    with pytest.raises(ValueError, match="names Conv1d"):
-        make_engine(Toy(), 3, zero_units=[nn.Conv1d])
+    for absent, named in ((nn.Conv1d, "Conv1d"), (nn.Linear(1, 1), "Linear")):
+        with pytest.raises(ValueError, match=f"names {named}, which the model does not contain"):
+            make_engine(Toy(), 3, zero_units=[nn.Linear, absent])
     with pytest.raises(TypeError, match=r"zero_units is .*Linear.*such as zero_units=\[Block\]"):
         make_engine(Toy(), 3, zero_units=nn.Linear)
 
