@@ -151,7 +151,6 @@ class Weights:
                 self._take_other_storage()
             self.flat.untyped_storage().resize_(0)
             if self._versions != self._current_versions():
-                self.mark_unwritten()
                 raise RuntimeError(
                     f"A parameter of unit {self.name!r} was written to in place while it was gathered. It is sharded, so the "
                     "change is lost. Write inside of `with megazero.zero.GatheredParameters(params, modifier_rank=0):`, or use a "
