@@ -565,6 +565,8 @@ def state_case(stage: int) -> None:
     assert all((after[name] - state[name]).abs().max() < 0.05 for name in state), "one step moves by the learning rate"
     with pytest.raises(RuntimeError, match="missing"):
         engine.load_module_state_dict({})
+    with pytest.raises(RuntimeError, match=r"missing \[\], unknown \['2.wait'\]"):
+        engine.load_module_state_dict({**state, "2.wait": torch.ones(3)})
     with pytest.raises(RuntimeError, match=r"^(rank 1 failed: RuntimeError: )?load_module_state_dict: missing"):
         engine.load_module_state_dict({} if torch.distributed.get_rank() == 1 else state)  # on one rank: on all
     with pytest.raises(RuntimeError, match=r"not all ranks were given 0.bias, 0.weight, 2.bias and 1 more"):

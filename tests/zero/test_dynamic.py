@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -528,6 +529,12 @@ def access_case(dtype: torch.dtype) -> None:
         assert utils.safe_get_full_grad(weight) is None
         assert utils.safe_get_full_optimizer_state(weight, "exp_avg") is None
         assert utils.safe_get_full_fp32_param(frozen) is None and utils.safe_get_full_grad(frozen) is None
+        assert utils.safe_get_local_fp32_param(frozen) is None and utils.safe_get_local_grad(frozen) is None
+        for put in (utils.safe_set_full_fp32_param, utils.safe_set_local_fp32_param):
+            with pytest.raises(ValueError, match="not trained by an engine"):
+                put(frozen, torch.ones(2, 2))
+        with pytest.raises(KeyError, match="no state 'exp_avg'"):
+            utils.safe_set_local_optimizer_state(frozen, torch.ones(4), "exp_avg")
         engine.backward(engine(my_batch()))
         grad = utils.safe_get_full_grad(weight)
         utils.safe_set_full_grad(weight, 2 * grad)
@@ -537,6 +544,9 @@ def access_case(dtype: torch.dtype) -> None:
         torch.testing.assert_close(utils.safe_get_full_grad(weight), 4 * grad)
         engine.zero_grad()
         assert utils.safe_get_full_grad(weight) is None
+        for put in (utils.safe_set_full_grad, utils.safe_set_local_grad):
+            with pytest.raises(RuntimeError, match="there is no gradient"):
+                put(weight, torch.ones(15, 5))
         one_step(engine, my_batch())
         moment = utils.safe_get_full_optimizer_state(weight, "exp_avg")
         assert moment.shape == (15, 5) and moment.abs().sum() > 0
@@ -936,6 +946,18 @@ def twice_case() -> None:
 
 def test_a_read_that_nobody_has_noticed_is_explained_where_it_is_missed():
     run_ranks(2, twice_case)
+
+
+@pytest.mark.parametrize(("stage", "said"), [(3, "the user's own"), (2, "a matrix of size [0]")])
+def test_other_errors_of_a_backward_are_not_put_down_to_a_read(one_rank, stage, said):
+    def fail(_: torch.Tensor) -> None:
+        raise RuntimeError(said)
+
+    engine = make_engine(Toy(), stage)
+    loss = engine(my_batch())
+    loss.register_hook(fail)
+    with pytest.raises(RuntimeError, match=f"^{re.escape(said)}$"):
+        engine.backward(loss)
 
 
 class LeavesAside(Block):

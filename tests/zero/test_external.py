@@ -210,8 +210,9 @@ def by_hand_case() -> None:
     tokens = my_batch()
     zero.register_external_parameter(model.blocks[1], model.blocks[0].down.bias)
     one_step(engine, tokens)
-    with pytest.raises(RuntimeError, match="takes a module and a parameter"):
-        zero.register_external_parameter(model, torch.ones(2))
+    for function in (zero.register_external_parameter, zero.unregister_external_parameter):
+        with pytest.raises(RuntimeError, match="takes a module and a parameter"):
+            function(model, torch.ones(2))
     zero.unregister_external_parameter(model.blocks[1], model.blocks[0].down.bias)
     with pytest.raises(RuntimeError, match="not registered"):
         zero.unregister_external_parameter(model.blocks[1], model.blocks[0].down.bias)

@@ -115,6 +115,8 @@ def test_adagrad_trains_what_is_unfrozen_later(one_rank):
     one_step(engine, 1)
     assert not torch.equal(engine.state_dict()["blocks.0.up.weight"], before)
     assert engine.optimizer.counters()["blocks.0.up.weight"] == {"step": 1.0}
+    total = utils.safe_get_full_optimizer_state(model.blocks[0].up.weight, "sum")
+    assert (total >= 0.5).all(), "with the squares of its gradients added to what it starts from"
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -146,6 +148,7 @@ def test_unfreezing_what_no_group_has_is_told(one_rank, caplog):
 def test_setting_what_has_just_been_unfrozen_asks_for_a_forward_before(one_rank, stage):
     model = toy()
     weight = model.blocks[0].up.weight.requires_grad_(False)
+    model.blocks[2].requires_grad_(False)
     engine = engine_of(model, lambda g: torch.optim.SGD(g, lr=0.1), stage)
     with pytest.raises(ValueError, match="is not trained by an engine"):
         utils.safe_set_full_fp32_param(weight, torch.ones(15, 5))
@@ -156,6 +159,7 @@ def test_setting_what_has_just_been_unfrozen_asks_for_a_forward_before(one_rank,
     engine(batches(0)[0])
     utils.safe_set_full_fp32_param(weight, torch.ones(15, 5))
     assert (engine.state_dict()["blocks.0.up.weight"] == 1).all()
+    assert utils.safe_get_full_fp32_param(model.blocks[2].up.weight) is None, "it is still frozen"
 
 
 # ---- checkpoints
