@@ -261,8 +261,7 @@ class SwappedVector:
         """Discards parts read ahead that overlap the place, which is about to be written."""
         for other in [other for other in self._ahead if other.overlaps(place)]:
             buffer, transfer = self._ahead.pop(other)
-            transfer.error()
-            self.home.give_back(buffer)
+            self._give_back_after(transfer, buffer)
 
 
 def _giving_back_to(home: NvmeHome) -> Callable[[Tensor], None]:

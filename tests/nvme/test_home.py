@@ -171,11 +171,17 @@ def test_after_ctrl_c_a_write_that_has_begun_has_its_buffer_to_itself(tmp_path, 
 
 
 def test_what_was_read_ahead_of_a_write_is_read_again(tmp_path):
-    _, _, vectors = gated_home(tmp_path)
-    vectors[0].prefetch()
-    with vectors[0].at_hand(reads=False, writes=True) as values:
-        values.fill_(7)
-    assert values_of(vectors[:1]) == [7]
+    home, transport, vectors = gated_home(tmp_path, buffers=2)
+    for _ in range(4):
+        transport.events.list.clear()
+        transport.held.add("read")
+        vectors[0].prefetch()
+        with vectors[0].at_hand(reads=False, writes=True) as values:
+            values.fill_(7)
+            transport.let_all_go()
+            transport.events.wait("read", 0, "ends")
+        assert values_of(vectors[:1]) == [7]
+    assert home.nbytes <= 3 * PAGE, "buffers come back"
 
 
 def test_a_vector_that_is_dropped_goes_at_once_and_its_place_when_it_has_been_written(tmp_path):
