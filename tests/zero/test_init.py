@@ -306,6 +306,8 @@ def nesting_case() -> None:
         assert torch.equal(existing.weight, keep) or mpu.get_data_parallel_rank() != 0
     with pytest.raises(ValueError, match="remote_device='nvme'"):
         zero.Init(remote_device="nvme")
+    with pytest.raises(ValueError, match="remote_device='disk'.* must be None, 'none', 'cpu' or 'nvme'"):
+        zero.Init(remote_device="disk")
     with pytest.raises(TypeError, match=r"dtype='bf16'.*torch\.bfloat16"):
         zero.Init(dtype="bf16")
     with pytest.raises(TypeError, match=r"first argument is a module.*config_dict_or_path="):
