@@ -133,9 +133,9 @@ def test_optimizer_states_of_the_first_units_take_the_margin():
             assert on_device == units
 
 
-def more_micro_batches_case() -> list[list[int]]:
+def more_micro_batches_case(blocks: float, whole_numel: int) -> list[list[int]]:
     mpu.initialize_model_parallel(1)
-    engine = placed_engine(2 + 11, gpu_margin_mem_ratio=1.0)
+    engine = placed_engine(blocks, gpu_margin_mem_ratio=1.0, param_persistence_threshold=whole_numel)
     torch.manual_seed(0)
     other, placed = make_engine(Wide(), 3), []
 
@@ -156,9 +156,10 @@ def more_micro_batches_case() -> list[list[int]]:
     return placed
 
 
-def test_states_make_room_for_the_sums_of_more_micro_batches_before_they_come():
-    for found in run_ranks(1, more_micro_batches_case):
-        assert [sorted(units) for units in found] == [[0, 1, 2], [0, 1], [0, 1], [0, 1]]
+@pytest.mark.parametrize(("blocks", "whole_numel"), [(2 + 11, 0), (2 + 11.5, 200)])  # 200: no rank shards a bias
+def test_states_make_room_for_the_sums_of_more_micro_batches_before_they_come(blocks, whole_numel):
+    for found in run_ranks(1, more_micro_batches_case, blocks, whole_numel):
+        assert [sorted({*units}) for units in found] == [[0, 1, 2], [0, 1], [0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize(("dtype", "blocks"), [(None, 2 + 4 * 4 + 4), (torch.bfloat16, 2 + 4 * 8 + 4)], ids=str)
