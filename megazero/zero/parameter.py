@@ -56,18 +56,18 @@ class ReleasedParameter(nn.Parameter):
         target = next((x for x in flat if isinstance(x, cls)), None)
         if func in _GEOMETRY and target is not None and _is_told(func, target):
             return func(torch.empty(target.ds_shape, device="meta"), *args[1:], **(kwargs or {}))
-        if writers and target is not None and _record(target):
-            may_have_graph = torch.is_grad_enabled() and func not in _WITHOUT_GRAPH  # graphs keep what is released
-            if not _asks(func, args, kwargs) and (_is_in_place(func, flat[0], target) or not may_have_graph):
-                return _written(target, func, args, kwargs or {})
-        if func in _MOVES and target is not None and _stays(func, args, kwargs or {}, target):
-            return target
         if _asks(func, args, kwargs):
             try:
                 with asked_directly():
                     return func(*args, **(kwargs or {}))
             except IndexError:  # p.size(1), as torch's initializations ask
                 raise RuntimeError(_message(func, target)) from None
+        if writers and target is not None and _record(target):
+            may_have_graph = torch.is_grad_enabled() and func not in _WITHOUT_GRAPH  # graphs keep what is released
+            if _is_in_place(func, flat[0], target) or not may_have_graph:
+                return _written(target, func, args, kwargs or {})
+        if func in _MOVES and target is not None and _stays(func, args, kwargs or {}, target):
+            return target
         if target is not None and not _writes(func, flat[0], target) and _gather_for_reading(target):
             return func(*args, **(kwargs or {}))
         raise RuntimeError(_message(func, target))
