@@ -65,11 +65,11 @@ def _fill(
         )
         # A rank without the memory for it must say so here: the others would wait for it in the next gather.
         bucket = comm.together(make, channel.group)
+        buckets.append(bucket)  # before anything else may fail, as parameters lie in it now
         for source in sources:
             source.weights.forget(plan.parameters.values())
         sums.append(_sum_of_bits(bucket.weights.flat))
         bucket.weights.release()
-        buckets.append(bucket)
     if homes.link is not None:
         homes.link.to_host.finish()  # values sent to the host let go of their device memory
     _check_replicas(sums, channel)

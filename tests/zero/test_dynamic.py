@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import megazero.activation_checkpointing as ours
 from megazero import comm, mpu, utils
 from megazero.engine import Engine, EngineStateError
 from megazero.optim.loss_scaler import LossScaler
-from megazero.zero import GatheredParameters, ZeroConfig
+from megazero.zero import GatheredParameters, ZeroConfig, build
 from megazero.zero.gradient import Gradient
 from tests.ranks import run_ranks
 from tests.zero.models import (
@@ -1115,6 +1116,21 @@ def test_a_model_gets_another_engine_where_the_first_could_not_be_made(stage, is
     engine = make_engine(model, stage)
     one_step(engine, my_batch())
     same_weights(engine, plain.state_dict())
+
+
+def test_what_is_cast_and_written_between_engines_that_are_not_completed_is_kept(one_rank, monkeypatch):
+    model = Toy()
+    want = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(ZeroDivisionError):
+        make_engine(model, 0, zero=SHARING, dtype=torch.bfloat16, lr_scheduler=lambda _: 1 / 0)
+    with torch.no_grad():
+        want["norm.weight"] = model.norm.weight.fill_(0.5).float()
+    model.norm.bias.data = want["norm.bias"] = torch.full((5,), 0.3)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):  # when some parameters have moved to other buckets
+        patch.setattr(build, "_sum_of_bits", Mock(side_effect=[torch.zeros(()), MemoryError]))
+        make_engine(model, 3, dtype=torch.bfloat16)
+    make_engine(model, 3, dtype=torch.bfloat16)
+    assert all(torch.equal(utils.safe_get_full_fp32_param(p), want[name]) for name, p in model.named_parameters())
 
 
 def test_units_can_be_given_and_wrong_ones_are_named(one_rank):
