@@ -146,8 +146,7 @@ class _OnDrive:
 
     def free(self) -> None:
         """Gives the place back, when what is under way there has ended."""
-        if not self._swap.is_closed:
-            self._swap.free(self._region)
+        self._swap.free(self._region)
 
 
 class Kept:

@@ -283,5 +283,4 @@ def _free(home: NvmeHome, region: Region, ahead: dict) -> None:
     """Frees a region; its place is reused once the transfers under way there have ended."""
     for buffer, transfer in ahead.values():
         transfer.then(lambda _, buffer=buffer: home.give_back(buffer))
-    if not home.swap.is_closed:
-        home.swap.free(region)
+    home.swap.free(region)
