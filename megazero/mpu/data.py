@@ -54,8 +54,8 @@ def broadcast_data(
     if shapes is None:
         sent = {key: given[key].shape for key, fault in faults.items() if fault is None}
         shapes = _of_first_rank(sent, keys, group, local)
-        wrong = next((key for key in keys if key not in shapes), None)
-        faults = comm.all_gathered_objects(faults, group)[0] if wrong is not None else {}
+        if len(shapes) < len(keys):
+            faults = comm.all_gathered_objects(faults, group)[0]
     for key, fault in faults.items():
         if fault is not None:
             source = torch.distributed.get_global_rank(group, 0)
