@@ -43,14 +43,13 @@ def clip_grad_norm(
         raise ValueError(f"clip_grad_norm: max_norm={max_norm} must be a norm, 0 or more.")
     group = group_or_default(group)
     all_parameters, is_sharded = _split(parameters)
-    with_grad = [p for p in all_parameters if p.grad is not None]
+    with_grad = [(p, p.grad) for p in all_parameters if p.grad is not None]
     # Norms of norms: p-norms may be taken in stages. The last stage, over the ranks, is the gathered vector's.
-    counted = [p.grad for p in with_grad if id(p) in is_sharded or group.rank() == 0]
-    norms = [_norm(grad, norm_type) for grad in counted if grad is not None]
-    device = with_grad[0].device if with_grad else comm.local_device()
+    norms = [_norm(grad, norm_type) for p, grad in with_grad if id(p) in is_sharded or group.rank() == 0]
+    device = with_grad[0][1].device if with_grad else comm.local_device()
     own = _norm(torch.stack([n.to(device) for n in norms]), norm_type) if norms else torch.zeros((), device=device)
     total = _norm(torch.stack(comm.all_gathered(own.float(), group)), norm_type)
-    torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, total)
+    torch.nn.utils.clip_grads_with_norm_(all_parameters, max_norm, total)
     return total.item()
 
 
