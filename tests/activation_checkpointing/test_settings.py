@@ -1,6 +1,7 @@
 """`configure`, the JSON section and the job's flags: defaults < JSON < arguments, and what is refused."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +105,22 @@ def test_another_mpu_names_the_group(one_rank):
     assert checkpointing.checkpoint(int, 3) == 3 and asked
 
 
+def test_another_mpu_names_the_rank_that_seeds_the_model_parallel_stream(one_rank):
+    def drawn(seed, *args):
+        seed(1, *args)
+        with checkpointing.get_cuda_rng_tracker().fork():
+            return torch.rand(1)
+
+    with_pipelines = SimpleNamespace(
+        get_tensor_model_parallel_group=lambda: SimpleNamespace(rank=lambda: 3),
+        get_model_parallel_group=lambda: SimpleNamespace(rank=lambda: 5),
+    )
+    for other, rank in ((None, 0), (with_pipelines, 3)):
+        checkpointing.configure(other)
+        own = drawn(checkpointing.model_parallel_cuda_manual_seed)
+        assert own == drawn(mpu.model_parallel_cuda_manual_seed, rank)
+
+
 @pytest.mark.parametrize("spelling", ["contiguous", "contigious"])
 def test_the_jobs_flags(spelling):
     flags = f"""--checkpoint-activations --checkpoint-num-layers 2 --deepspeed-activation-checkpointing --num-layers 5
@@ -181,8 +198,9 @@ def test_the_tutorials_calls(one_rank, tmp_path, how):
         y = deepspeed.checkpointing.checkpoint(custom_forward, y)
     y.sum().backward()
     assert torch.equal(x.grad, y.detach()), "the same elements were dropped, and y is 0 or 4^3"
-    deepspeed.checkpointing.checkpoint(custom_forward, x)
+    left = deepspeed.checkpointing.checkpoint(custom_forward, x)
     deepspeed.checkpointing.reset()
+    assert not deepspeed.checkpointing.default.storage._arenas and left.requires_grad
 
 
 def test_the_jobs_file(tmp_path):
