@@ -280,7 +280,6 @@ def _join_by_environment(backend: str, timeout: timedelta) -> None:
     try:
         if attempt or 0 < int(os.environ.get("LOCAL_WORLD_SIZE", "0")) < int(os.environ["WORLD_SIZE"]):
             store, how["rank"], how["world_size"] = next(rendezvous("env://", timeout=timeout))
-            store.set_timeout(timeout)
             if attempt:
                 store.delete_key(_DUMP_KEY)
             else:
