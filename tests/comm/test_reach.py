@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +18,8 @@ def play_host(host, addresses):
     os.environ.pop("NCCL_SOCKET_IFNAME", None)
     reach.host_identity = lambda: host
     socket.gethostname = lambda: f"node-{host}"
-    socket.getaddrinfo = lambda *_, **__: [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (x, 0)) for x in addresses]
+    known = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (x, 0)) for x in addresses]
+    socket.getaddrinfo = Mock(side_effect=None if known else socket.gaierror, return_value=known)
     socket.if_nameindex = lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")]
 
 
