@@ -292,6 +292,9 @@ def test_a_rank_takes_its_device_also_where_the_script_has_joined(one_rank, monk
     current.append(3)
     comm.init_distributed()
     assert taken == [2], "the script has made another one current"
+    monkeypatch.setattr(dist.group.WORLD, "bound_device_id", torch.device("cuda", 1))
+    comm.init_distributed()
+    assert taken == [2, torch.device("cuda", 1)], "the script has bound one to the world"
 
 
 @pytest.mark.parametrize("older", [None, "0"])
