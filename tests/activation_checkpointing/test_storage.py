@@ -11,7 +11,7 @@ from torch import nn
 
 from megazero import activation_checkpointing, comm, mpu
 from megazero.activation_checkpointing import ActivationCheckpointer, CheckpointSettings
-from megazero.nvme import PAGE
+from megazero.nvme import PAGE, SwapFile
 from tests.activation_checkpointing.blocks import Block, assert_same, plainly, run
 from tests.ranks import run_ranks
 
@@ -186,6 +186,16 @@ def order_case():
 
 def test_the_gather_of_the_next_block_starts_before_the_recomputation():
     run_ranks(2, order_case)
+
+
+def test_the_next_block_is_read_from_a_drive_once_and_before_the_recomputation(one_rank, monkeypatch):
+    events, real = [], SwapFile.read
+    monkeypatch.setattr(SwapFile, "read", lambda *args, **kwargs: (events.append("read"), real(*args, **kwargs))[1])
+    ours, y = checkpointer("on nvme"), torch.ones(5, requires_grad=True)
+    for i in range(3):
+        y = ours.checkpoint(lambda x, i=i: (events.append(f"run {i}"), x.sin())[1], y)
+    y.sum().backward()
+    assert events == ["run 0", "run 1", "run 2", "read", "read", "run 2", "read", "run 1", "run 0"]
 
 
 def test_contiguous_checkpoints_lie_in_one_storage_that_is_used_again(one_rank):
