@@ -42,7 +42,7 @@ class DtypeConfig:
 class PrecisionConfig(DtypeConfig):
     """Precision of training; master weights and Adam's moments are always fp32, gradients by default."""
 
-    loss_scale: float | None = option(None, "static loss scale for --fp16 (default and 0: dynamic)")
+    loss_scale: float | None = option(None, "static loss scale for --fp16 (default and 0: dynamic)", at_least=0)
     initial_loss_scale: float = option(2.0**16, "first value of the dynamic loss scale", above=0)
     loss_scale_window: float = option(1000, "clean steps after which the dynamic loss scale doubles", above=0)
     min_scale: float = option(
@@ -58,8 +58,6 @@ class PrecisionConfig(DtypeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_options(self)
-        if self.loss_scale is not None and not 0 <= self.loss_scale < float("inf"):
-            raise ValueError(f"--loss-scale must be a finite number >= 0 (0 = dynamic), got {self.loss_scale}.")
         if self.loss_scale and not self.fp16:
             raise ValueError(f"--loss-scale {self.loss_scale} needs --fp16: fp32 and bf16 gradients are never scaled.")
         if self.fp16 and not self.loss_scale and self.min_scale > self.initial_loss_scale:

@@ -123,6 +123,7 @@ def test_a_scale_of_another_kind_is_not_continued(was_dynamic, is_dynamic):
         {"fp16": True, "bf16": True},
         {"loss_scale": 2.0},
         {"fp16": True, "loss_scale": float("inf")},
+        {"fp16": True, "loss_scale": -1.0},
         {"min_scale": 0.0},
         {"hysteresis": 0},
         {"fp16": True, "min_scale": 4.0, "initial_loss_scale": 2.0},
@@ -142,3 +143,9 @@ def test_every_flag_of_the_dynamic_scale_reaches_it():
 
 def test_a_loss_scale_of_0_is_dynamic():
     assert LossScaler.from_config(PrecisionConfig(fp16=True, loss_scale=0.0)).dynamic
+
+
+def test_a_fixed_loss_scale_is_kept_whatever_a_dynamic_one_is_told():
+    flags = {"loss_scale": 8.0, "min_scale": 4.0, "initial_loss_scale": 2.0}
+    scaler = LossScaler.from_config(PrecisionConfig(fp16=True, **flags))
+    assert scaler.scale == 8.0 and not scaler.dynamic
