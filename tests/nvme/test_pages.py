@@ -142,7 +142,7 @@ def test_pages_of_one_size_are_locked_once_and_used_again(runtime):
 
 def test_a_pool_of_sizes_that_vary_uses_large_buffers_for_small_ones_and_drops_those_that_are_too_small(runtime):
     pool = PagePool(sizes_vary=True)
-    for sizes in ((3, 5), (5, 3), (2, 4), (3,)):  # pages
+    for sizes in ((3, 5), (5, 3), (2, 4), (1, 2), (3,)):  # pages
         buffers = [pool.empty(pages * PAGE) for pages in sizes]
         assert [buffer.nbytes for buffer in buffers] == [pages * PAGE for pages in sizes]
         assert len({buffer.data_ptr() for buffer in buffers}) == len(sizes) and runtime.calls == 2

@@ -174,6 +174,8 @@ def test_overlap_events_false_is_one_transfer_at_a_time(tmp_path):
     with SwapFile(tmp_path, 0, AioConfig(block_size=PAGE, overlap_events=False), transport=make) as swap:
         first, second = swap.allocate(6 * PAGE), swap.allocate(6 * PAGE)
         data = random_pages(6 * PAGE)
+        made[0].held = {"write"}
+        threading.Timer(0.05, made[0].let_all_go).start()
         for transfer in [swap.write(first, data), swap.write(second, data)]:
             transfer.wait()
         events = [(offset >= second.offset, what) for _, offset, what in made[0].events.list]
