@@ -32,7 +32,6 @@ from megazero.stop_signal import StopSignal
 from megazero.throughput import cpu_slowdown, peak_tflops
 from megazero.timers import Timers
 from megazero.zero import Init
-from megazero.zero.optimizer import BucketOptimizer
 from megazero.zero.param_groups import weight_decay_groups
 from megazero.zero.registry import bucket_of
 
@@ -170,7 +169,7 @@ def build_job(
         loss_scaler=LossScaler.from_config(config.precision),
         clip_grad=config.optimizer.clip_grad,
         gradient_accumulation_steps=config.accumulation_steps(groups.data_parallel_size),
-        lr_scheduler=lambda optimizer: build_schedule(config, optimizer),
+        lr_scheduler=lambda optimizer: build_schedule(config, optimizer.torch_optimizer),
         dtype=dtype,  # a model of the script's own may have another
     )
     engine.reduction_timers = timers
@@ -295,7 +294,7 @@ def _decide_recompute(job: Job) -> None:
     logger.info("%s", plan)
 
 
-def build_schedule(config: Config, optimizer: BucketOptimizer) -> Any:
+def build_schedule(config: Config, optimizer: torch.optim.Optimizer) -> Any:
     """The learning-rate schedule: the flags', or that of the --deepspeed_config file, with --lr as the optimizer's own rate."""
     section = config.deepspeed.scheduler
     if section is None:

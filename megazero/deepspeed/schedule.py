@@ -27,7 +27,7 @@ def client_scheduler(config: JsonConfig, given: Any, optimizer: BucketOptimizer)
         if config.scheduler is None:
             return None
         own = [group["lr"] for group in optimizer.param_groups]
-        schedule = scheduler_by_name(config.scheduler.type, config.scheduler.params)(optimizer)
+        schedule = scheduler_by_name(config.scheduler.type, config.scheduler.params)(optimizer.torch_optimizer)
         if (peaks := getattr(schedule, "max_lrs", own)) != own:
             logger.warning(
                 "learning rates rise to %s, which the configuration's %s sets; the optimizer's own, %s, have no effect",

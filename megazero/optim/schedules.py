@@ -224,7 +224,7 @@ class OneCycle(LRSchedule):
         ]
 
     def _steps_of_decay(self) -> int:
-        return max(0, self.last_batch_iteration - self.total_size + 1)
+        return self.last_batch_iteration - self.total_size + 1
 
     def _decay_intervals(self) -> float:
         return self._steps_of_decay() / self.decay_step_size if self.decay_step_size else 0.0
@@ -292,9 +292,7 @@ def scheduler_by_name(type: str, params: Mapping[str, Any]) -> Callable[[Any], A
         tried.step(**({"metrics": 1.0} if _follows_metric(tried) else {}))
     except (TypeError, AttributeError, KeyError, ZeroDivisionError) as error:  # from torch's; our own are ValueErrors
         raise ValueError(f"{type} does not take {dict(params)}: {error}.") from error
-    if type in SCHEDULES:
-        return lambda optimizer: schedule(optimizer, **params)
-    return lambda optimizer: schedule(getattr(optimizer, "torch_optimizer", optimizer), **params)
+    return lambda optimizer: schedule(optimizer, **params)
 
 
 def _follows_metric(schedule: Any) -> bool:

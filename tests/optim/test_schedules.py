@@ -123,6 +123,11 @@ def test_warmup_then_cosine_of_the_optimizers_own_rate():
     assert rates(schedule, 9) == pytest.approx(want, rel=1e-15)
 
 
+@pytest.mark.parametrize("name, end", [("WarmupDecayLR", 0.0), ("WarmupCosineLR", 0.0001)])
+def test_a_warmup_as_long_as_the_schedule_ends_at_the_minimum(name, end):
+    assert rates(make(name, total_num_steps=3, warmup_num_steps=3), 6)[-1] == pytest.approx(end)
+
+
 def test_every_group_has_its_own_rates():
     schedule = make("WarmupLR", groups=2, warmup_max_lr=[1.0, 2.0], warmup_num_steps=2, warmup_type="linear")
     for _ in range(3):
@@ -142,10 +147,11 @@ PARAMS = {
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_loaded_state_continues_the_sequence(name):
     whole = rates(make(name, **PARAMS[name]), 20)
-    first, second = make(name, **PARAMS[name]), make(name, **PARAMS[name])
+    first, second, third = (make(name, **PARAMS[name]) for _ in range(3))
     rates(first, 6)
     second.load_state_dict(first.state_dict())
-    assert rates(second, 14) == whole[6:]
+    third.step(5)
+    assert rates(second, 14) == rates(third, 14) == whole[6:]
 
 
 TORCHS = [
@@ -176,8 +182,8 @@ def test_torchs_schedules_continue_as_if_they_had_always_had_their_own_parameter
         (saved,), (group,) = first.optimizer.param_groups, second.optimizer.param_groups
         group.update({key: saved[key] for key in ("lr", "initial_lr")})  # as a checkpoint's are loaded before
         second.load_state_dict(decode(*encode(first.state_dict())))
-        rel = 0 if own is then else 1e-9  # torch's closed forms round otherwise
-        assert stepped(second, 9) == pytest.approx(stepped(make(name, **own), 12)[3:], rel=rel, abs=1e-15)
+        rel, least = (0, 0) if own is then else (1e-9, 1e-15)  # torch's closed forms round otherwise
+        assert stepped(second, 9) == pytest.approx(stepped(make(name, **own), 12)[3:], rel=rel, abs=least)
 
 
 def test_a_plateau_is_continued_under_the_own_parameters():
