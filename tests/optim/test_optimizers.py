@@ -54,6 +54,12 @@ def test_other_names_are_torchs_classes(name, expected):
     assert type(make(name, lr=0.1)).__name__ == expected
 
 
+def test_an_optimizers_own_options_are_taken():
+    (group,) = make("Adam", amsgrad=True, foreach=True).param_groups
+    assert group["amsgrad"] and group["foreach"]
+    assert make("Muon", adjust_lr_fn="match_rms_adamw").param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+
+
 def test_the_groups_own_settings_win():
     factory = optimizer_by_name("Adam", {"weight_decay": 0.1})
     groups = [{"params": [torch.zeros(1, requires_grad=True)], **extra} for extra in ({}, {"weight_decay": 0.0})]
@@ -73,7 +79,9 @@ def test_the_groups_own_settings_win():
         ("Muon", {"adam_lr": "0.1"}, "Muon: adam_lr must be a number, got '0.1', a string"),
         ("Adm", {}, "no optimizer 'Adm'. Did you mean 'Adam'"),
         ("Adam", {"weigth_decay": 0.1}, "no parameter 'weigth_decay'. Did you mean 'weight_decay'"),
+        ("AdamW", {"muon_lr": 0.1}, "no parameter 'muon_lr'"),
         ("Adam", {"bias_correction": False}, "bias_correction false is not built"),
+        ("Adam", {"fp32_optimizer_states": False}, "fp32_optimizer_states false is not built"),
         ("AdamW", {"adam_w_mode": False}, "contradicts"),
         ("Adam", {"torch_adam": "yes"}, "torch_adam must be true or false"),
         ("Adam", {"betas": [0.9]}, "betas must be two numbers"),
