@@ -60,6 +60,7 @@ def test_what_is_written_is_read(tmp_path, nbytes, aio, transport):
         region = round_trip(swap, nbytes)
         assert region.nbytes == padded(nbytes)
         assert (swap.why_buffered is None) == (transport is FileTransport and goes_direct(tmp_path))
+    assert swap.is_closed
 
 
 def goes_direct(folder):

@@ -483,10 +483,14 @@ def test_parameters_and_gradients_need_not_be_contiguous():
 
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN])
 def test_saved_state_is_restored_bit_for_bit(dtype):
-    optimizer = CPUAdam(random_parameters([40], dtype), lr=0.01, adamw_mode=False, weight_decay=0.1)
+    def make(parameters):
+        groups = [{"params": parameters}, {"params": random_parameters([3], dtype)}]  # the latter without gradients
+        return CPUAdam(groups, lr=0.01, adamw_mode=False, weight_decay=0.1)
+
+    optimizer = make(random_parameters([40], dtype))
     train(optimizer, 2)
     (parameter,) = optimizer.param_groups[0]["params"]
-    other = CPUAdam([nn.Parameter(parameter.detach().clone())], lr=0.01, adamw_mode=False, weight_decay=0.1)
+    other = make([nn.Parameter(parameter.detach().clone())])
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     copied = copy.deepcopy(optimizer)
     want = train(optimizer, 2)
