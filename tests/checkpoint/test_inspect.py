@@ -99,13 +99,13 @@ def test_ls_of_a_damaged_checkpoint_whose_save_died_between_its_renames(saved, c
     assert status == 0 and lines[1].split()[:2] == ["*", TAG] and lines[1].endswith("cannot be read")
 
 
-def test_verify_says_that_the_index_itself_is_damaged(saved):
+def test_verify_says_that_the_index_itself_is_damaged(saved, capsys):
     path = saved / TAG / "index.json"
     content = path.read_text()
     number = re.search(r'"bytes": (\d+)', content)[1]
     path.write_text(content.replace(number, str(int(number) + 1), 1))
-    (problem,) = verify(saved, TAG).problems
-    assert problem.startswith(f"{path} is damaged: its checksum")
+    status, (what, problem, _) = run(capsys, "verify", saved)
+    assert status == 1 and what == str(saved / TAG) and problem.startswith(f"  {path} is damaged: its checksum")
 
 
 def test_verify_of_what_is_whole(saved, capsys):
@@ -243,6 +243,7 @@ SOURCES = ("deepspeed", "megatron", "huggingface", "dcp")
         (["import", "{empty}", "{out}", "--from", "huggingface", "--tag", "1"], "Drop it"),
         (["import", "{empty}", "{out}", "--from", "huggingface", "--vocab-size", "1"], "for --from megatron only"),
         (["import", "{empty}", "{out}", "--from", "megatron", "--tag", "new"], "the iteration as a number"),
+        (["import", "{empty}", "{out}", "--from", "megatron", "--tag", "7"], "iter_0000007"),
         (["import", "{empty}", "{out}", "--from", "megatron"], "latest_checkpointed_iteration.txt is missing"),
         (["import", "{empty}", "{out}", "--from", "deepspeed"], "latest"),
         *((["import", "{nowhere}", "{out}", "--from", source], "is no directory") for source in SOURCES),

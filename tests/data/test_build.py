@@ -80,7 +80,7 @@ def test_empty_part_names_the_flag(corpora, tokenizer, split, part):
     with pytest.raises(ValueError, match=said):  # so it is told before the ranks start
         check_data(config, tokenizer, trains=True, evaluates=True)
     check_data(config, tokenizer, trains=True, evaluates=False)
-    own = replace(config, valid_data=[str(corpora / "b")], test_data=[str(corpora / "b")])
+    own = replace(config, valid_data=[str(corpora / "b")], test_data=[str(corpora / "b.jsonl")])
     check_data(own, tokenizer, trains=True, evaluates=True)
 
 
@@ -134,6 +134,8 @@ def test_each_set_with_a_name_has_the_samples_that_it_has_alone_and_must_hold_te
     config = replace(config, valid_data=[f"a={a}", f"none={corpora / 'empty'}"])
     with pytest.raises(ValueError, match="leaves no valid data of .*empty: it has 0 documents"):
         check_data(config, tokenizer, trains=False, evaluates=True)
+    with pytest.raises(ValueError, match="leaves no train data of .*empty"):
+        check_data(DataConfig(train_data=[str(corpora / "empty")]), tokenizer, trains=True, evaluates=False)
 
 
 def test_blend_by_weights_and_by_size(corpora, tokenizer):
@@ -222,10 +224,12 @@ def test_parts_that_a_pipeline_has_split_off_webtext_beat_the_split(corpora, tok
 
 def test_another_tokenizer_than_the_datas_names_both(corpora, gpt2_folder, spm_file):
     other = build_tokenizer("SentencePieceTokenizer", tokenizer_path=spm_file)
-    with pytest.raises(
-        ValueError, match="tokenized with GPT2BPETokenizer \\(.*sha256 .*uses SentencePieceTokenizer \\("
-    ):
-        build(other, train_data=[str(corpora / "a")], split="1")
+    config = DataConfig(train_data=[str(corpora / "a")], split="1")
+    said = "tokenized with GPT2BPETokenizer \\(.*sha256 .*uses SentencePieceTokenizer \\("
+    with pytest.raises(ValueError, match=said):
+        build_datasets(config, other, (30, 10, 5), seed=1)
+    with pytest.raises(ValueError, match=said):  # so it is told before the ranks start
+        check_data(config, other, trains=True, evaluates=True)
 
 
 def test_a_damaged_record_is_not_said_to_be_missing(corpora, tokenizer, caplog):
