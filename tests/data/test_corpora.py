@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_tools.merge_datasets import find_prefixes
-from megazero.data.corpora import Corpus, find_corpora, find_sets, is_json
+from megazero.data.corpora import Corpus, find_corpora, find_sets, has_split_off, is_json
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.sidecar import Sidecar, write_sidecar
 
@@ -125,6 +125,9 @@ def test_webtext_and_wikipedia(folder):
     (folder / "data/webtext/test_text_document.bin").unlink()
     with pytest.raises(FileNotFoundError, match="--test-data webtext: .* has train_.*, but no test_.*.bin"):
         find_corpora(["webtext"], "--test-data")
+    assert has_split_off(["webtext"], "valid") and not has_split_off(["webtext"], "test")
+    (folder / "data/webtext/train_text_document.bin").unlink()  # then the rest is trained on
+    assert not has_split_off(["webtext"], "valid")
 
 
 def test_missing_and_foreign_files(folder):
@@ -166,3 +169,7 @@ def test_tokens_that_are_still_being_made_are_not_left_out_of_a_name_or_a_folder
     with pytest.raises(ValueError, match="train_b_text_document: the run that makes .* has not finished"):
         find_prefixes(["data/webtext"])
     assert len(find_corpora(["webtext"], "--valid-data")) == 1
+    (folder / "data/wikipedia").mkdir()
+    (folder / "data/wikipedia/a_text_document.partial.json").write_text("{}")
+    with pytest.raises(ValueError, match="a_text_document: the run that makes .* has not finished"):
+        find_corpora(["wikipedia"])

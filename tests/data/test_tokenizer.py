@@ -207,8 +207,15 @@ def test_gpt2_without_files_says_what_is_looked_up_and_where(tmp_path, monkeypat
 
 def test_wrong_files_get_one_clear_line(gpt2_folder, tmp_path):
     vocab, merges = gpt2_folder / "vocab.json", gpt2_folder / "merges.txt"
-    with pytest.raises(ValueError, match="--vocab-file .* needs --merge-file"):
-        build_tokenizer("GPT2BPETokenizer", vocab_file=vocab)
+    for one, other in (("vocab", "merge"), ("merge", "vocab")):
+        with pytest.raises(ValueError, match=f"--{one}-file .* needs --{other}-file"):
+            build_tokenizer("GPT2BPETokenizer", **{f"{one}_file": vocab})
+    for name in ("vocab.json", "merges.txt"):
+        alone = tmp_path / f"only {name}"
+        alone.mkdir()
+        (alone / name).touch()
+        with pytest.raises(FileNotFoundError, match="there are no such two in .*only"):
+            build_tokenizer("GPT2BPETokenizer", tokenizer_path=alone)
     with pytest.raises(FileNotFoundError, match="--merge-file .*absent"):
         build_tokenizer("GPT2BPETokenizer", vocab, tmp_path / "absent")
     with pytest.raises(
