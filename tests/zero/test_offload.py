@@ -204,7 +204,9 @@ def test_states_at_home_are_read_and_written_through_the_public_functions(home, 
     run_ranks(2, access_case, str(tmp_path), home)
 
 
-def resume_case(path: str, saved: dict, loaded: dict, unbroken: dict | None = None) -> None:
+def resume_case(
+    path: str, saved: dict, loaded: dict, unbroken: dict | None = None, in_background: bool = False
+) -> None:
     """Saves with states in some homes and goes on in others, as a run without a break (on the accelerator) does."""
     mpu.initialize_model_parallel(1)
     batches = token_batches(4, 1, mpu.get_data_parallel_world_size())
@@ -219,7 +221,7 @@ def resume_case(path: str, saved: dict, loaded: dict, unbroken: dict | None = No
     want = dict(train(whole, batches[2:]))
     first = engine(saved)
     dict(train(first, batches[:2]))
-    first.save_checkpoint(f"{path}/saved")
+    first.save_checkpoint(f"{path}/saved", in_background=in_background)
     first.destroy()
     second = engine(loaded)
     second.load_checkpoint(f"{path}/saved")
@@ -230,10 +232,12 @@ ON_NVME = {"offload_optimizer": "nvme", "offload_param": "nvme"}
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [(ON_NVME, ON_NVME), (ON_NVME, {}), ({}, ON_NVME)], ids=["same", "out", "in"]
+    ("saved", "loaded", "in_background"),
+    [(ON_NVME, ON_NVME, False), (ON_NVME, {}, True), ({}, ON_NVME, False)],
+    ids=["same", "out", "in"],
 )
-def test_a_checkpoint_goes_from_any_home_to_any_other_bit_for_bit(saved, loaded, tmp_path):
-    run_ranks(2, resume_case, str(tmp_path), saved, loaded)
+def test_a_checkpoint_goes_from_any_home_to_any_other_bit_for_bit(saved, loaded, in_background, tmp_path):
+    run_ranks(2, resume_case, str(tmp_path), saved, loaded, None, in_background)
 
 
 def init_case(path: str) -> None:
