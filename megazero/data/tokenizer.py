@@ -149,7 +149,7 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_array(self, text: str) -> npt.NDArray[np.int32]:
         """Ids of `text`, int32."""
         text = valid_unicode(text)
-        if self._space_ids is None or self._SPACE not in text:
+        if self._space_ids is None:
             return np.asarray(self._model.encode(text), dtype=np.int32)
         first, *rest = text.split(self._SPACE)
         ids = self._model.encode(first)

@@ -180,6 +180,10 @@ def test_json_is_known_by_every_byte_and_read_once_for_each_time_that_it_is_touc
     change_a_byte(data)
     tokens()
     assert [entry[:2] for entry in found] == [(1, 1), (1, 1), (2, 1), (3, 2)] and found[0] == (1, 1, found[2][2])
+    monkeypatch.setattr(contents, "_TICK_NS", 1 << 62)  # a further change might bear the same time
+    change_a_byte(data)
+    tokens()
+    assert len(list((corpora / "cache").glob("content-*.json"))) == 3, "what is that new is not remembered"
 
 
 def test_json_is_kept_for_each_tokenizer(corpora, tokenizer, spm_file):
@@ -319,13 +323,20 @@ def test_unwritable_cache_names_the_flag(corpora, tokenizer):
     build(tokenizer, train_data=[str(corpora / "a")], split="1", data_cache_path=str(corpora / "other"))
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
-def test_a_folder_in_which_no_tokens_can_be_stored_names_the_flag(corpora, tokenizer, monkeypatch, code):
+@pytest.mark.parametrize(
+    ("code", "error", "advice"),
+    [
+        (errno.EACCES, ValueError, ". Choose a folder .* --data-cache-path"),
+        (errno.EROFS, ValueError, ". Choose a folder .* --data-cache-path"),
+        (errno.EIO, OSError, "$"),
+    ],
+)
+def test_a_folder_in_which_no_tokens_can_be_stored_names_the_flag(corpora, tokenizer, monkeypatch, code, error, advice):
     def refused(*_):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(preprocess, "locked", refused)
-    with pytest.raises(ValueError, match=f"{os.strerror(code)}. Choose a folder .* --data-cache-path"):
+    with pytest.raises(error, match=os.strerror(code) + advice):
         build(tokenizer, train_data=[str(corpora / "a.jsonl")], split="1")
 
 

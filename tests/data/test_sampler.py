@@ -106,15 +106,23 @@ def test_processes_that_read_ahead_without_shared_memory_are_told_with_the_flag_
         next(batches)
 
 
-@pytest.mark.parametrize("said", ["Too many open files. Communication with the workers", "received 0 items of ancdata"])
-def test_too_many_open_files_are_told_as_a_limit_and_not_by_a_traceback(said):
+@pytest.mark.parametrize(
+    ("said", "is_limit"),
+    [
+        ("Too many open files. Communication with the workers", True),
+        ("received 0 items of ancdata", True),
+        ("an error of the dataset", False),
+    ],
+)
+def test_too_many_open_files_are_told_as_a_limit_and_not_by_a_traceback(said, is_limit):
     def fills():
         yield 1
         raise RuntimeError(said)
 
     batches = until_exhausted(fills(), "training")
     assert next(batches) == 1
-    with pytest.raises(OSError, match=rf"have failed: {said}.*`ulimit` \(-n, -u\).*--num-workers 0"):
+    told = rf"have failed: {said}.*`ulimit` \(-n, -u\).*--num-workers 0" if is_limit else f"^{said}$"
+    with pytest.raises(OSError if is_limit else RuntimeError, match=told):
         next(batches)
 
 

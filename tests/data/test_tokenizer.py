@@ -81,7 +81,11 @@ def special_in_the_model(kind):
 @pytest.mark.parametrize("kind", ["unigram", "word level", "bpe"])
 def test_special_tokens_of_the_model_itself_are_text_in_a_document(tmp_path, kind):
     made = special_in_the_model(kind)
+    made.enable_truncation(3)  # which a file may ask for; documents are whole all the same
+    made.enable_padding(length=99)
     made.save(str(tmp_path / "tokenizer.json"))
+    made.no_truncation()
+    made.no_padding()
     ours = build_tokenizer("HuggingFaceTokenizer", tokenizer_path=tmp_path)
     pad, eod = made.token_to_id("<pad>"), made.token_to_id("</s>")
     for text in ("the </s> cat <pad> x", "the</s>cat<pad></s></s>", "</s>", "<</s>>", "x<unk>x"):
@@ -173,10 +177,17 @@ def test_sentencepiece_prefers_a_dedicated_end_of_text(tmp_path):
     # A user-defined symbol is found in texts, so it cannot separate them.
     path = make_sentencepiece(tmp_path / "c.model", user_defined_symbols=["<|endoftext|>"])
     assert build_tokenizer("SentencePieceTokenizer", tokenizer_path=path).eod == 2
+    path = make_sentencepiece(tmp_path / "d.model", eos_id=0, unk_id=2)
+    assert build_tokenizer("SentencePieceTokenizer", tokenizer_path=path).eod == 0
 
 
-def test_sentencepiece_with_a_dummy_prefix_keeps_its_own_rules(tmp_path):
-    path = make_sentencepiece(tmp_path / "a.model", add_dummy_prefix=True, remove_extra_whitespaces=True)
+@pytest.mark.parametrize(
+    "options",
+    [{"add_dummy_prefix": True, "remove_extra_whitespaces": True}, {"byte_fallback": False, "vocab_size": 300}],
+    ids=str,
+)
+def test_sentencepiece_with_a_dummy_prefix_or_without_bytes_keeps_its_own_rules(tmp_path, options):
+    path = make_sentencepiece(tmp_path / "a.model", **options)
     tokenizer = build_tokenizer("SentencePieceTokenizer", tokenizer_path=path)
     assert tokenizer.decode(tokenizer.encode("one\u2581two")) == "one two"
 
