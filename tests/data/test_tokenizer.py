@@ -59,17 +59,18 @@ def test_a_tiktoken_that_ends_documents_at_their_own_words_is_refused(tmp_path, 
 
 def special_in_the_model(kind):
     """A trained tokenizer whose special tokens are entries of the model too, as T5's and XLM-R's are, and its end of text."""
-    special, words = ["<unk>", "<pad>", "</s>"], ["the cat <s> </a> / s p a d u n k < > x"] * 50
-    if kind == "unigram":
+    special, words = ["<unk>", "<pad>", "</s>"], ["the cat <s> </a> </ / s p a d u n k < > x"] * 50
+    if "unigram" in kind:
         made = tokenizers.Tokenizer(models.Unigram())
-        made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        if kind == "unigram":
+            made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
         trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=special, unk_token="<unk>", show_progress=False)
     elif kind == "word level":
         made = tokenizers.Tokenizer(models.WordLevel(unk_token="<unk>"))
         made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         trainer = trainers.WordLevelTrainer(special_tokens=special, show_progress=False)
     else:
-        made = tokenizers.Tokenizer(models.BPE(ignore_merges=True))
+        made = tokenizers.Tokenizer(models.BPE())
         made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=special, show_progress=False)
     made.train_from_iterator(words, trainer)
@@ -78,7 +79,7 @@ def special_in_the_model(kind):
     return made
 
 
-@pytest.mark.parametrize("kind", ["unigram", "word level", "bpe"])
+@pytest.mark.parametrize("kind", ["unigram", "bare unigram", "word level", "bpe", "merges"])
 def test_special_tokens_of_the_model_itself_are_text_in_a_document(tmp_path, kind):
     made = special_in_the_model(kind)
     made.enable_truncation(3)  # which a file may ask for; documents are whole all the same
@@ -95,6 +96,8 @@ def test_special_tokens_of_the_model_itself_are_text_in_a_document(tmp_path, kin
             assert ours.decode(ids) == text and made.token_to_id("<unk>") not in ids
     made.encode_special_tokens = True
     assert ours.encode("the cat x < / s>") == made.encode("the cat x < / s>").ids, "other texts are encoded as ever"
+    if kind == "merges":  # which make no </s>
+        assert ours.encode("the</s>x") == made.encode("the</s>x").ids
 
 
 def test_an_end_of_text_that_is_not_special_is_refused(tmp_path):
@@ -179,6 +182,8 @@ def test_sentencepiece_prefers_a_dedicated_end_of_text(tmp_path):
     assert build_tokenizer("SentencePieceTokenizer", tokenizer_path=path).eod == 2
     path = make_sentencepiece(tmp_path / "d.model", eos_id=0, unk_id=2)
     assert build_tokenizer("SentencePieceTokenizer", tokenizer_path=path).eod == 0
+    with pytest.raises(FileNotFoundError, match=r"should hold one file \*\.model; found a\.model, b\.model, c"):
+        build_tokenizer("SentencePieceTokenizer", tokenizer_path=tmp_path)
 
 
 @pytest.mark.parametrize(
