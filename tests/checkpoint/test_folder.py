@@ -296,8 +296,10 @@ def test_a_tag_like_the_name_of_a_file_that_was_being_written_is_no_obstacle(wor
     engine = make_engine(1)
     engine.save_checkpoint(str(tmp_path), tag="latest.tmp0123abcd")
     (tmp_path / "latest.tmp4567abcd").write_text("global")
+    (tmp_path / "latest.tmp_mine").write_text("a user's")
     engine.save_checkpoint(str(tmp_path))
-    assert visible(tmp_path) == ["global_step0", "latest", "latest.tmp0123abcd", "zero_to_fp32.py"]
+    kept = ["latest.tmp0123abcd", "latest.tmp_mine"]
+    assert visible(tmp_path) == ["global_step0", "latest", *kept, "zero_to_fp32.py"]
 
 
 def test_saving_a_step_again_replaces_it(world, tmp_path):
