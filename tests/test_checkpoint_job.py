@@ -17,14 +17,17 @@ import torch
 import evaluate_gpt2
 import generate_samples
 import pretrain_gpt2
+from megazero import job_checkpoints
 from megazero.checkpoint.config import CheckpointConfig
 from megazero.checkpoint.folder import CheckpointFolder
+from megazero.checkpoint.reader import Reader
+from megazero.data.tokenizer import build_tokenizer
 from megazero.inference import load_model
 from megazero.job_checkpoints import refuse_unwritable
 from megazero.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.checkpoints import flip
 from tests.ranks import run_script
-from tests.tiny import TINY_MODEL, run_job
+from tests.tiny import TINY_MODEL, make_texts, make_vocabulary, run_job
 
 FLAGS = [*TINY_MODEL, "--train-iters", "12", "--log-interval", "4", "--save-interval", "4", "--hidden-dropout", "0.1"]
 
@@ -239,6 +242,18 @@ def test_a_prompt_that_fills_all_positions_is_refused_before_the_model_is_loaded
     assert len(request.prompts[0]) + request.new_tokens[0] == 32, (
         "what is asked for by default is cut to the room there is"
     )
+
+
+def test_a_checkpoint_of_another_vocabulary_is_neither_continued_nor_used(whole, tmp_path, monkeypatch):
+    other = make_vocabulary(tmp_path, make_texts(30), size=290)
+    flags = ["--load", str(whole), "--tokenizer-path", str(other)]
+    monkeypatch.setattr("sys.argv", ["generate_samples.py", "--prompt", "the", *flags])
+    with pytest.raises(ValueError, match="global_step12 was trained with another vocabulary"):
+        generate_samples.check(1)
+    config = SimpleNamespace(checkpoint=CheckpointConfig(load=str(whole)))
+    job = SimpleNamespace(tokenizer=build_tokenizer("GPT2BPETokenizer", tokenizer_path=other), config=config)
+    with pytest.raises(ValueError, match="global_step12 was trained with another vocabulary"):
+        job_checkpoints._prepare_to_continue(job, Reader(whole))
 
 
 def test_continuations_are_computed_in_batches_and_a_long_prompt_cuts_no_other(whole, monkeypatch):
