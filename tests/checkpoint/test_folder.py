@@ -380,6 +380,7 @@ def test_what_has_a_checkpoints_name_and_is_none_is_kept(world, tmp_path, caplog
     theirs = tmp_path / "global_step1" / "mp_rank_00_model_states.pt"
     theirs.parent.mkdir()
     theirs.write_bytes(b"weights")
+    (tmp_path / ".global_step1.replaced").mkdir()  # of a save that died since
     (tmp_path / "notes").write_text("a file")
     (tmp_path / "notes.other").write_text("an older one")
     (tmp_path / "made").mkdir()  # as scripts do before they save

@@ -210,6 +210,9 @@ def test_a_foreign_checkpoint_of_weights_alone_has_no_optimizer(tmp_path):
             r"master of a has shape \[2\], announced as \[3\]",
         ),
         (ForeignTensor((3,), "trained", {"exp_avg": lambda: torch.zeros(3)}), "it has no weights"),
+        (ForeignTensor((3,), "trained", {"constant": lambda: torch.zeros(3)}), "with the states constant: it has no"),
+        (ForeignTensor((3,), "frozen", {"master": lambda: torch.zeros(3)}), "with the states master: it has no"),
+        (ForeignTensor((3,), "frozen", {}), "with the states none: it has no weights"),
         (
             ForeignTensor((3,), "frozen", {"constant": lambda: torch.zeros(3).half()}),
             "a is torch.float16, announced as",

@@ -280,16 +280,26 @@ def test_stage_0_is_a_plain_optimizer(tmp_path, caplog):
     write(torch.optim.AdamW(groups))
     assert read_deepspeed(tmp_path, "t").optimizer_counters is None
     assert "state is left out" in caplog.text
+    first, *rest = model.parameters()
+    for groups in ([{"params": [first]}, {"params": rest}], [*rest, first]):
+        optimizer = torch.optim.AdamW(groups)
+        optimizer.step()
+        write(optimizer)
+        assert read_deepspeed(tmp_path, "t").optimizer_counters is None, "it may be of other parameters"
 
 
-@pytest.mark.parametrize("alike", [False, True])
-def test_stage_0_says_that_it_takes_the_models_order_where_shapes_do_not_tell(tmp_path, caplog, alike):
+@pytest.mark.parametrize(("alike", "tied"), [(False, False), (True, False), (True, True)])
+def test_stage_0_says_that_it_takes_the_models_order_where_shapes_do_not_tell(tmp_path, caplog, alike, tied):
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3 if alike else 2, bias=False))
+    if tied:
+        model[1].weight = model[0].weight
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.rand(4, 3)).sum().backward()
     optimizer.step()
     content = {"module": model.state_dict(), "optimizer": optimizer.state_dict(), "global_steps": 1}
     (tmp_path / "t").mkdir()
     torch.save(content, tmp_path / "t" / "mp_rank_00_model_states.pt")
-    assert read_deepspeed(tmp_path, "t").optimizer_counters == {"step": 1}
-    assert ("given to the parameters in the model's order" in caplog.text) == alike
+    checkpoint = read_deepspeed(tmp_path, "t")
+    assert checkpoint.optimizer_counters == {"step": 1}
+    assert checkpoint.aliases == ({"1.weight": "0.weight"} if tied else {})
+    assert ("given to the parameters in the model's order" in caplog.text) == (alike and not tied)

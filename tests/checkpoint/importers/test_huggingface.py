@@ -217,6 +217,19 @@ def test_missing_unknown_and_misshapen_tensors_are_named(written, change, messag
         read_huggingface(written)
 
 
+def test_quantised_weights_and_files_of_other_objects_are_refused(written):
+    state = load_file(written / "model.safetensors")
+    state["transformer.wpe.weight"] = state["transformer.wpe.weight"].char()
+    save_file(state, written / "model.safetensors")
+    with pytest.raises(ValueError, match=r"wpe\.weight is of torch\.int8; quantised checkpoints cannot be read"):
+        read_all(written)
+    (written / "model.safetensors").unlink()
+    for content in ([torch.ones(3)], {"transformer.wpe.weight": 1}):
+        torch.save(content, written / "pytorch_model.bin")
+        with pytest.raises(ValueError, match="pytorch_model.bin is no state dict"):
+            read_huggingface(written)
+
+
 @pytest.mark.parametrize(
     "name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "model.pkl", "", 3, "x\n.bin", "a\\b.bin"]
 )
