@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from megazero.checkpoint.importers.deepspeed import read_deepspeed
-from megazero.checkpoint.importers.foreign import ForeignCheckpoint
+from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.importers.megatron_cuts import merge_model_parallel
 from megazero.checkpoint.importers.torch_files import Record, load_torch_file
 from megazero.optim.loss_scaler import LossScaler
 from tests.checkpoint.importers import deepspeed_checkpoints
@@ -183,7 +185,18 @@ def test_pipelines_are_refused(tmp_path):
         read_deepspeed(tmp_path)
 
 
-@pytest.mark.parametrize("version", [None, 2.0])
+@pytest.mark.parametrize("name", ["word_embeddings.weight", "position_embeddings.weight"])
+@pytest.mark.parametrize("other", [None, (2, 4)], ids=["missing", "shape"])
+def test_model_parallel_ranks_that_do_not_fit_together_are_refused(name, other):
+    ranks = [
+        {name: ForeignTensor(shape, "trained", {"master": partial(torch.ones, shape)})} if shape else {}
+        for shape in ((2, 3), other)
+    ]
+    with pytest.raises(ValueError, match=f"{name}' is missing, or of another shape or kind"):
+        merge_model_parallel(ranks, 0)
+
+
+@pytest.mark.parametrize("version", [None, 1.0])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_megatron_names_are_joined_over_model_parallel_ranks(tmp_path, stage, version):
     torch.manual_seed(0)
