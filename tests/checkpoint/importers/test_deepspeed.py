@@ -196,7 +196,7 @@ def test_model_parallel_ranks_that_do_not_fit_together_are_refused(name, other):
         merge_model_parallel(ranks, 0)
 
 
-@pytest.mark.parametrize("version", [None, 1.0])
+@pytest.mark.parametrize("version", [None, 1.0, 2.0])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_megatron_names_are_joined_over_model_parallel_ranks(tmp_path, stage, version):
     torch.manual_seed(0)
