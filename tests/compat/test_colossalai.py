@@ -353,6 +353,21 @@ def test_the_context_counts_converts_and_restores_the_generator(one_rank, shard_
         ZeroInitContext("meta", TensorShardStrategy())
 
 
+def test_the_context_converts_only_what_floats_to_the_dtype_that_it_is_told_and_nothing_after_an_error(one_rank):
+    hooks = len(torch.nn.modules.module._global_parameter_registration_hooks)
+    with ZeroInitContext("cpu", bf16=True):
+        model = Mlp()
+        model.table = nn.Parameter(torch.arange(3), requires_grad=False)
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    assert dtypes.pop("table") == torch.int64
+    assert set(dtypes.values()) == {torch.bfloat16}
+    with pytest.raises(KeyError), ZeroInitContext("cpu"):
+        model = Mlp()
+        raise KeyError
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert len(torch.nn.modules.module._global_parameter_registration_hooks) == hooks
+
+
 def test_a_batch_norm_computes_in_16_bits(one_rank):
     with ZeroInitContext(get_current_device(), TensorShardStrategy(), True):
         model = nn.BatchNorm1d(5)
@@ -392,6 +407,28 @@ def test_the_loss_scale_follows_the_sequence(numbers):
     assert {numbers[1], numbers[6]} & set(found), "it reaches a bound"
     with pytest.raises(ValueError, match="min_scale <= initial_scale"):
         colossalai.DynamicGradScaler(initial_scale=1, min_scale=2)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"growth_factor": 1}, {"backoff_factor": 0}, {"backoff_factor": 1}, {"growth_interval": 0}, {"hysteresis": 0}],
+)
+def test_a_loss_scale_that_could_not_adapt_is_refused(setting):
+    with pytest.raises(ValueError, match="growth_factor > 1, backoff_factor between 0 and 1"):
+        colossalai.DynamicGradScaler(**setting)
+
+
+def test_an_overflow_is_told_with_its_place_and_is_a_warning_once_the_scale_cannot_fall(caplog):
+    caplog.set_level(logging.INFO, logger="megazero")
+    scaler = colossalai.DynamicGradScaler(initial_scale=4, min_scale=2, hysteresis=1)
+    for where in ("fc.weight", "fc.bias", ""):
+        scaler.update(True, where)
+    told = [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
+    assert told == [
+        "INFO a gradient is inf or NaN (first in fc.weight): step skipped, loss scale 4 -> 2",
+        "WARNING a gradient is inf or NaN (first in fc.bias): step skipped, loss scale 2 -> 2",
+        "WARNING a gradient is inf or NaN: step skipped, loss scale 2 -> 2",
+    ]
 
 
 def test_wrong_settings_are_named(one_rank):
