@@ -308,3 +308,17 @@ def no_room_case(folder: str) -> None:
 def test_every_rank_hears_that_the_first_one_has_no_memory_for_the_whole_model(tmp_path):
     run_ranks(3, no_room_case, str(tmp_path))
     assert torch.load(tmp_path / "pytorch_model.bin", weights_only=True)["0.weight"].shape == (9, 7)
+
+
+def long_write_case(folder: str) -> None:
+    engine, together, limits = make_engine(1), comm.together, []
+    comm.together = lambda action, group=None: (
+        limits.append(comm.timeout_of(group or comm.world())),
+        together(action, group),
+    )[1]
+    assert engine.save_16bit_model(folder) is True
+    assert limits[-1] == 3600 > comm.timeout_of(comm.world())
+
+
+def test_the_whole_model_may_take_longer_to_write_than_a_collective_may_take(tmp_path):
+    run_ranks(2, long_write_case, str(tmp_path))

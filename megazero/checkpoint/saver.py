@@ -197,6 +197,15 @@ class Saver:
             if self._is_first:  # where the other ranks' errors arrive, too
                 logger.error("%s", self._error)
 
+    def on_first_rank(self, action: Callable[[], None]) -> None:
+        """Runs `action`, which may write for long, on the first rank. The others wait as for a save, not in a collective of NCCL.
+
+        Raises:
+            OtherRankError: the first rank's error, which is raised there.
+        """
+        self._line = _free_line()
+        self._on_first_rank(action)
+
     def _on_first_rank(self, action: Callable[[], Any]) -> Any:
         return comm.together(action if self._is_first else None, self._line.group)
 

@@ -186,7 +186,7 @@ class CheckpointingEngine(Engine):
             with written_aside(Path(save_dir) / save_filename) as file:
                 torch.save(join_tiles(written, self._training_state.tiles), file)
 
-        comm.together(write if is_first else None)
+        self.saver.on_first_rank(write)
         return True
 
     save_fp16_model = save_16bit_model
