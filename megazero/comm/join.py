@@ -302,8 +302,9 @@ def _explained(error: RuntimeError) -> Exception | None:
     """An error that says what to do about this one of torch's; None if it is not known."""
     who, text = f"rank {os.environ['RANK']}", str(error)
     if "Duplicate GPU" in text or "using the same GPU" in text:  # as NCCL says it, before 2.30 and since
+        untold = "" if _told_local_rank() else "LOCAL_RANK, by which each takes its own, is not set. "
         return ValueError(
-            f"{who}: another rank has the same GPU, {local_device()}, and NCCL wants one for each. Start as "
+            f"{who}: another rank has the same GPU, {local_device()}, and NCCL wants one for each. {untold}Start as "
             f"many ranks on a node as it has GPUs, of which {torch.cuda.device_count()} are visible here (NPROC; torchrun "
             "--nproc-per-node). To try more, let them share GPUs, which is slow: by --distributed-backend gloo, or by "
             "NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment (NCCL 2.30 and newer)."

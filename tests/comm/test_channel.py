@@ -365,8 +365,12 @@ def test_more_ranks_than_gpus_over_nccl_are_told_what_to_change(monkeypatch, sai
     play_rank_on_two_gpus(monkeypatch, rank=2, local_rank=2, world_size=4)
     monkeypatch.setattr(dist, "init_process_group", init)
     with pytest.raises(
-        ValueError, match="rank 2: another rank has the same GPU, cuda:0.*as it has GPUs, of which 2 are"
+        ValueError,
+        match="rank 2: another rank has the same GPU, cuda:0.*each. Start as many.*as it has GPUs, of which 2 are",
     ):
+        comm.init_distributed()
+    monkeypatch.delenv("LOCAL_RANK")
+    with pytest.raises(ValueError, match="another rank has the same GPU, cuda:0.*LOCAL_RANK, .*, is not set. Start"):
         comm.init_distributed()
 
 
