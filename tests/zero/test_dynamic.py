@@ -23,6 +23,7 @@ from megazero.engine import Engine, EngineStateError
 from megazero.optim.loss_scaler import LossScaler
 from megazero.zero import GatheredParameters, ZeroConfig, build
 from megazero.zero.gradient import Gradient
+from tests.comm.ways import use_one_lane
 from tests.ranks import run_ranks
 from tests.zero.models import (
     APART,
@@ -764,6 +765,7 @@ class RawBehind(nn.Module):
 
 
 def mixture_case(make: Callable[[], nn.Module], **zero: bool) -> None:
+    use_one_lane()
     mpu.initialize_model_parallel(1, timeout_s=10.0)
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(mpu.get_data_parallel_rank()))
     torch.manual_seed(0)
@@ -857,6 +859,7 @@ class Conditioned(nn.Module):
 
 
 def conditioned_case(run: str, kind: str) -> None:
+    use_one_lane()
     mpu.initialize_model_parallel(1, timeout_s=10.0)
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(mpu.get_data_parallel_rank()))
     weights = []
