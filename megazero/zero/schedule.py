@@ -358,17 +358,17 @@ class Schedule:
     def _prefetch(self, index: int, in_forward: bool) -> None:
         """Starts to gather the next units, and to fetch the shards of the units after them from their homes.
 
-        While units are recomputed, tiles are left out, because a tile's turn comes after the backward of the others. In a
-        backward, so are units that have had their turn: some ranks may have released them already, and others not.
+        In a backward, units that have had their turn are left out: some ranks may have released them already, and others not.
+        While units are recomputed, so are tiles, because a tile's turn comes after the backward of the others.
         """
         if not self._overlaps_comm:
             return
-        step = -1 if in_backward() else 1
+        step, left_out = 1, set[int]()
+        if in_backward():
+            step, left_out = -1, self._begun | self._linear_tiles if in_forward else self._begun
         ahead = self.residency.ahead(index, step, self._live, trains=step < 0 or self.forwards.expects_backward)
-        done = self._begun if step < 0 else set()
-        ahead = [unit for unit in ahead if not (in_forward and step < 0 and unit in self._linear_tiles)]
         further = self.residency.after(ahead[-1] if ahead else index, step)[:FETCHES_BEFORE_GATHER]
-        for unit in (unit for unit in ahead if unit not in done):
+        for unit in (unit for unit in ahead if unit not in left_out):
             buckets = self._of_unit[unit]
             if unit != ahead[0] and any(bucket.is_updating for bucket in buckets):
                 break  # what comes later may wait for its update later
@@ -377,7 +377,7 @@ class Schedule:
                 bucket.weights.gather()
                 if step < 0:
                     bucket.weights.refuse_reads()
-        for bucket in (bucket for unit in further if unit not in done for bucket in self._of_unit[unit]):
+        for bucket in (bucket for unit in further if unit not in left_out for bucket in self._of_unit[unit]):
             if not bucket.is_updating:
                 bucket.weights.prefetch()
 

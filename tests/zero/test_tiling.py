@@ -15,7 +15,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from megazero import comm, mpu, zero
 from megazero.engine import Engine
-from megazero.zero import TiledLinear, TiledLinearReturnBias
+from megazero.zero import TiledLinear, TiledLinearReturnBias, ZeroConfig
 from tests.model.test_sequence_parallel import Counter
 from tests.ranks import run_ranks
 from tests.zero.models import STEPS, Toy, compare, make_engine, my_batch, one_step, run
@@ -451,6 +451,14 @@ def planned_case() -> None:
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_of_a_tiled_model_holds_what_was_planned(world_size):
     run_ranks(world_size, planned_case)
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "nonreentrant", "ours"])
+def test_tiles_on_a_drive_are_read_into_the_buffers_that_are_there_for_them(one_rank, tmp_path, how):
+    options = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme_path": str(tmp_path)}
+    engine = make_engine(TiledDeep(how), 3, zero=options)
+    one_step(engine, my_batch())
+    assert engine.homes.param.nbytes <= engine.homes.param.buffer_nbytes * ZeroConfig().param_buffer_count
 
 
 def test_frozen_tiles_are_released_one_by_one_too(one_rank):
