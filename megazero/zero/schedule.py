@@ -101,9 +101,10 @@ class Schedule:
             for unit, (names, following) in zip(units, pairwise([*names_in, {}]), strict=True):
                 self._before_forward(unit, partial(self._await, list(names), following))
         if any(bucket.sharding.gradients for bucket in buckets):
-            self._handles += [self._runs.watch(index, unit) for index, unit in enumerate(units)]
+            for index, unit in enumerate(units):
+                watch = Hook(lambda _, *inputs, index=index: self._runs.watch_inputs(index, inputs))
+                self._handles.append(unit.register_forward_pre_hook(watch, with_kwargs=True, prepend=True))
         self.restart()
-        self._forget_forwards()
 
     def _watch_forwards(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
         """Gathers sharded parameters for the modules that read them: the model, its units, and modules that do not own them.
@@ -186,11 +187,6 @@ class Schedule:
         self._begun: set[int] = set()  # units whose backward has begun
         self._ends_other = False  # whether `_end_other` will be called after the backward that runs
 
-    def _forget_forwards(self) -> None:
-        """Forgets which units have run forward since the last backward."""
-        self._first: int | None = None  # that was first: its own backward will be the last
-        self._runs.forget()
-
     def finish_backward(self) -> None:
         """After `loss.backward()`: reduces what the hooks have left (unused parameters, late gradients), waits and releases."""
         self.reductions.finish()
@@ -198,7 +194,8 @@ class Schedule:
         self.residency.finish()
         for bucket in self.buckets:
             self._release(bucket)
-        self._forget_forwards()
+        self._runs.close()
+        self._runs = Runs(self.forwards, self.reductions, self._end)
 
     # ---- gradients
 
@@ -265,8 +262,6 @@ class Schedule:
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal inputs, was_wanted, run
             if index is not None:
-                if self._first is None and self.forwards.expects_backward and not in_backward():
-                    self._first = index
                 run = self._runs.begin(index)
             was_wanted = any(bucket.weights.is_allocated for bucket in buckets)
             inputs = makers((args, kwargs))
@@ -423,7 +418,7 @@ class Schedule:
 
     def _release(self, bucket: Bucket) -> None:
         """Releases a unit whose backward is over, unless the next micro-batch begins with it: no update comes in between."""
-        if self.reductions.is_last_micro_batch or bucket.unit not in (ROOT, self._first):
+        if self.reductions.is_last_micro_batch or bucket.unit not in (ROOT, self._runs.first):
             bucket.weights.release()
 
     def _end(self, index: int) -> None:

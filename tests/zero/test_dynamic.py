@@ -805,7 +805,7 @@ def test_an_engine_that_trains_nothing_keeps_nothing_of_its_forwards(one_rank):
     for _ in range(2):
         engine(image).sum().backward()
     runs = engine.schedule._runs
-    assert not runs._order and not runs._left and not runs._leaf_handles
+    assert not runs._order and not runs._untold and not runs._leaf_handles
     assert not image._backward_hooks
 
 
