@@ -1,4 +1,14 @@
-"""The runs of a step's units, and what tells that the backward of each is over."""
+"""The runs of a step's units, and what tells that the backward of each is over.
+
+    the inputs of a run                    its backward is over
+    made by nodes                          when the first of them has its gradient; those that several units get (a conditioning,
+                                           an encoder's output) have theirs after the backward of the first of these units
+    leaves                                 when one has its gradient, which comes out of turn, and the graph's backward is over
+    detached, by a reentrant checkpoint    likewise; the graph is the recomputed one
+    none that gets a gradient              when it has begun, and the graph's backward is over
+
+Whatever its inputs are, it is over when the backward of a unit begins that has run before it.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +46,11 @@ class Runs:
     def __init__(self, forwards: Forwards, reductions: Reductions, end: Callable[[int], None]) -> None:
         self._forwards, self._reductions, self._end = forwards, reductions, end
         self.first: int | None = None
-        # Units around which `begin` is called, in the order in which their runs began, and what tells if the run is gone.
-        self._order: list[tuple[int, Callable[[], Run | None]]] = []
+        self._order: list[tuple[int, ref[Run]]] = []  # units around which `begin` is called, in the order of their runs
         self._untold: dict[int, WeakSet[Run]] = {}  # of each, those with inputs of which no gradient has come yet
         self._ends_with_graph: set[int] = set()  # whose backward counts as over when that of the graph is
         self._again: set[int] = set()  # that run again in the backward, for a reentrant checkpoint
-        self._recomputed: list[Run] = []  # those of a graph from before the last backward
+        self._kept: list[Run] = []  # that count until the backward is over, also without a hook in a graph
         self._leaf_handles: list[RemovableHandle] = []  # of hooks on leaf inputs, which no graph takes with it
 
     def close(self) -> None:
@@ -55,11 +64,7 @@ class Runs:
     def watch_inputs(self, index: int, inputs: Any) -> None:
         """A unit is about to run: ends it once each of its runs has given the gradient of an input.
 
-        Not all inputs tell: one that several units get (a conditioning, an encoder's output) has its gradient only after the
-        first of them. A leaf input, which no node made, gets its gradient out of turn. It tells only if there is no other, or
-        if it is that of a reentrant checkpoint, which detaches its inputs; then the unit is done at the end of its graph's
-        backward, which for such a checkpoint is that of the recomputed graph. A unit of which no input has told by then ends
-        when the backward of an earlier unit begins (`end_later`), or with its graph.
+        Leaves tell only if no node has made an input.
         """
         if not self._reductions.trains or not self._forwards.expects_backward:
             return
@@ -77,21 +82,19 @@ class Runs:
         if tensors:
             untold.add(run)
         if is_detached and index not in self._again:
-            self._recomputed.append(run)  # perhaps for our hooks, which drop its graph at once: it is not over then
+            self._kept.append(run)  # perhaps for our hooks, which drop its graph at once: it is not over then
         handles = [tensor.register_hook(partial(self._tell, index, run)) for tensor in made or tensors]
         if not made:
             self._leaf_handles += handles
 
     def _tell(self, index: int, run: Run, _: Tensor) -> None:
         """An input of a run has its gradient."""
-        # Skips a backward that is not this engine's, and a run's further gradients.
-        if self._reductions.is_open and run in self._untold[index]:
-            self._untold[index].discard(run)
-            if not self._untold[index]:
-                if index in self._ends_with_graph:
-                    self._end_with_graph(index)
-                else:
-                    self._end(index)
+        if not self._reductions.is_open or run not in self._untold[index]:
+            return  # a backward that is not this engine's, or a further gradient
+        self._untold[index].discard(run)
+        if not self._untold[index]:
+            end = self._end_with_graph if index in self._ends_with_graph else self._end
+            end(index)
 
     def have_told(self, index: int) -> bool:
         """Whether a unit has run, and each of its runs that has inputs has given the gradient of one."""
@@ -121,8 +124,9 @@ class Runs:
         while self._order and self._order[-1][1]() is None:
             self._order.pop()  # any number of forwards may be dropped before a backward
         run = Run()
-        # The graph of a reentrant checkpoint has no place for a hook yet, so such a run counts until the backward is over.
-        self._order.append((index, ref(run) if torch.is_grad_enabled() else lambda: run))
+        if not torch.is_grad_enabled():
+            self._kept.append(run)  # the graph of a reentrant checkpoint has no place for a hook yet
+        self._order.append((index, ref(run)))
         return run
 
     def end_later(self, run: Run | None) -> Callable[[Any], None]:
@@ -152,11 +156,13 @@ class Runs:
         """
         if not self._reductions.is_open:
             return
-        later = {index for index, _ in self._order[place:]}
-        later = {i for i in later if i in self._ends_with_graph or not (is_recomputed or self.have_told(i))}
-        if later:
-            later -= {index for index, run in self._order[:place] if run() is not None}
-        for index in sorted(later, reverse=True):
+        after = {index for index, _ in self._order[place:]}
+        over = after & self._ends_with_graph
+        if not is_recomputed:
+            over |= {index for index in after if not self.have_told(index)}
+        if over:
+            over -= {index for index, run in self._order[:place] if run() is not None}
+        for index in sorted(over, reverse=True):
             self._untold[index] = WeakSet()  # its inputs need not tell any more
             self._end(index)
         del self._order[place:]
