@@ -52,15 +52,15 @@ class Residency:
             trains: False in an evaluation, which no plan covers.
         """
         found: list[int] = []
-        room, before = self.limits.prefetch, live
+        numel = 0  # of those found
         for unit in self.after(index, step):
             size = self.sizes[unit]
-            is_too_far = live > before if room is None else size > room
-            if is_too_far or (self.limits.live is not None and live + size > self.limits.live):
+            is_too_far = numel > 0 if self.limits.prefetch is None else numel + size > self.limits.prefetch
+            is_too_much = self.limits.live is not None and live + numel + size > self.limits.live
+            if is_too_far or is_too_much:
                 break
             found.append(unit)
-            live += size
-            room = None if room is None else room - size
+            numel += size
         return found
 
     def finish(self) -> None:
