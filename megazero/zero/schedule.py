@@ -94,11 +94,11 @@ class Schedule:
             self.watch_gradients(bucket)
         if self._sharded:
             self._watch_forwards(model, units)
-        self._names_in = names_in = _names_by_unit(units, buckets)
+        self._names_in = _names_by_unit(units, buckets)
         if zero.overlap_param_gather:  # touched parameters wait by themselves, but compiled kernels do not ask them
             for module in (model, *self._root_modules(model)):
                 self._before_forward(module, partial(self._await, self._of_unit[ROOT]))
-            for unit, (names, following) in zip(units, pairwise([*names_in, {}]), strict=True):
+            for unit, (names, following) in zip(units, pairwise([*self._names_in, {}]), strict=True):
                 self._before_forward(unit, partial(self._await, list(names), following))
         if any(bucket.sharding.gradients for bucket in buckets):
             for index, unit in enumerate(units):
@@ -402,7 +402,7 @@ class Schedule:
     def _release_if_done(self, index: int) -> None:
         """Releases a unit whose gradients have all come: a parameter's gradient comes when every use of the parameter is done."""
         buckets = self._of_unit[index]
-        if index == ROOT or any(bucket.has_untrained_gradients for bucket in buckets):
+        if index == ROOT or any(self.reductions.missing(b) or b.has_untrained_gradients for b in buckets):
             return
         # If other modules read a parameter, its gradient may come early (from a nested backward) or late.
         if self._external.intersection(buckets):
@@ -412,9 +412,8 @@ class Schedule:
         waits_for_inputs = index in self._has_frozen or self._runs.end_late(index)
         if waits_for_inputs and not self._runs.have_told(index):
             return
-        if not any(self.reductions.missing(bucket) for bucket in buckets):
-            for bucket in buckets:
-                self._release(bucket)
+        for bucket in buckets:
+            self._release(bucket)
 
     def _release(self, bucket: Bucket) -> None:
         """Releases a unit whose backward is over, unless the next micro-batch begins with it: no update comes in between."""
