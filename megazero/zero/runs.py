@@ -100,7 +100,7 @@ class Runs:
         """Whether a unit has run, and each of its runs that has inputs has given the gradient of one."""
         return index in self._untold and not self._untold[index]
 
-    def end_late(self, index: int) -> bool:
+    def may_outlast_gradients(self, index: int) -> bool:
         """Whether all gradients of a unit's parameters may come before its backward is over.
 
         A reentrant checkpoint's own backward gives gradients of parameters that another use may have got before. A run without

@@ -7,9 +7,9 @@
     the gradient of a parameter has come      add it to the bucket's G, and reduce that if     _take_gradient
                                               it was the last one
     ... of the unit                           release the unit                                 _release_if_done
-    the unit's backward is over               count unused parameters as done, and release it  _end, by `Runs`
+    the unit's backward is over               count unused parameters as done, and release it  _end_unit, by `Runs`
     the whole backward is over                reduce and release what is left                  finish_backward
-    ... that is not this engine's             release what it has gathered                     _end_other
+    ... that is not this engine's             release what it has gathered                     _end_other_backward
 
 Units that are used twice in a row stay gathered: the last unit for its backward; the root and the first unit for the next
 micro-batch. If parameters are whole on every rank (stages 0 to 2), nothing is gathered and released, and a forward waits only for
@@ -87,7 +87,7 @@ class Schedule:
         self._graph_ends: list[Node] = []  # of sharded parameters
         self._watched: set[str] = set()
         self.forwards = Forwards()
-        self._runs = Runs(self.forwards, self.reductions, self._end)
+        self._runs = Runs(self.forwards, self.reductions, self._end_unit)
         self._external: set[Bucket] = set()  # buckets with a parameter that other modules read
         for bucket in buckets:
             bucket.schedule = self
@@ -185,7 +185,7 @@ class Schedule:
         self.forwards.clear()
         self._staying: set[int] = set()  # units that have stayed gathered since their forward, for their backward
         self._begun: set[int] = set()  # units whose backward has begun
-        self._ends_other = False  # whether `_end_other` will be called after the backward that runs
+        self._ends_other_backward = False  # whether `_end_other_backward` will be called after the backward that runs
 
     def finish_backward(self) -> None:
         """After `loss.backward()`: reduces what the hooks have left (unused parameters, late gradients), waits and releases."""
@@ -195,7 +195,7 @@ class Schedule:
         for bucket in self.buckets:
             self._release(bucket)
         self._runs.close()
-        self._runs = Runs(self.forwards, self.reductions, self._end)
+        self._runs = Runs(self.forwards, self.reductions, self._end_unit)
 
     # ---- gradients
 
@@ -256,14 +256,14 @@ class Schedule:
         """
 
         inputs: list[tuple[Tensor, Node | None]] = []  # as `makers` before the module ran
-        was_wanted = False  # before the module ran
+        was_allocated = False  # before the module ran
         run: Run | None = None
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
-            nonlocal inputs, was_wanted, run
+            nonlocal inputs, was_allocated, run
             if index is not None:
                 run = self._runs.begin(index)
-            was_wanted = any(bucket.weights.is_allocated for bucket in buckets)
+            was_allocated = any(bucket.weights.is_allocated for bucket in buckets)
             inputs = makers((args, kwargs))
             self._gather(buckets, index)
 
@@ -271,7 +271,7 @@ class Schedule:
             output = without_views(output, buckets)
             if index is not None and not in_backward() and self._stays(index):
                 self._staying.add(index)
-            if self._is_over(index, was_wanted):
+            if self._may_be_released(index, was_allocated):
                 for bucket in buckets:
                     if bucket.unit != ROOT and not self.forwards.read(bucket):
                         bucket.weights.release()
@@ -294,20 +294,20 @@ class Schedule:
             self._begun.add(index)
             self._runs.begin_backward(index)
         self._gather(buckets, index, in_forward=False)
-        if not (self.reductions.is_open or self._ends_other):
-            self._ends_other = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_other)
+        if not (self.reductions.is_open or self._ends_other_backward):
+            self._ends_other_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_other_backward)
         # With create_graph a backward of this backward (a gradient penalty) reads them too, and no hook is in its graph.
         if torch.is_grad_enabled():
             for bucket in buckets:
                 bucket.weights.is_kept = True
 
-    def _end_other(self) -> None:
+    def _end_other_backward(self) -> None:
         """After a backward that is not this engine's: releases what it has gathered, alike on all ranks.
 
         Its gradients release a unit only on those ranks where every parameter of it has got one.
         """
-        self._ends_other = False
+        self._ends_other_backward = False
         if self.forwards.innermost is None and not self.reductions.is_open:  # else what is under way needs its units
             self.restart()
             for bucket in self._sharded:
@@ -319,16 +319,16 @@ class Schedule:
             for node in first_nodes(output, ()):
                 node.register_prehook(partial(self._gather_for_backward, self._of_unit[ROOT], None))
 
-    def _is_over(self, index: int | None, was_wanted: bool) -> bool:
+    def _may_be_released(self, index: int | None, was_allocated: bool) -> bool:
         """Whether a module that has run forward does not need its buckets until its backward asks for them.
 
         Args:
-            was_wanted: the buckets were whole, or on their way, before the module ran.
+            was_allocated: some of the buckets were whole, or on their way, before the module ran.
         """
         if in_backward():
             # Activation checkpointing runs the module again, and its backward follows at once. A tile's backward follows only
             # after those of all later tiles, unless the backward of this very tile has asked for the recomputation.
-            return index in self._linear_tiles and not was_wanted
+            return index in self._linear_tiles and not was_allocated
         return index not in self._staying  # what stays for a backward does so through a forward without gradients
 
     def _gather(self, buckets: list[Bucket], index: int | None = None, in_forward: bool = True) -> None:
@@ -409,7 +409,7 @@ class Schedule:
             return
         # A frozen weight is also needed for the gradients of the unit's inputs. Inputs in a graph from before the last backward
         # (retain_graph, or two forwards and then two backwards) are not counted.
-        waits_for_inputs = index in self._has_frozen or self._runs.end_late(index)
+        waits_for_inputs = index in self._has_frozen or self._runs.may_outlast_gradients(index)
         if waits_for_inputs and not self._runs.have_told(index):
             return
         for bucket in buckets:
@@ -420,7 +420,7 @@ class Schedule:
         if self.reductions.is_last_micro_batch or bucket.unit not in (ROOT, self._runs.first):
             bucket.weights.release()
 
-    def _end(self, index: int) -> None:
+    def _end_unit(self, index: int) -> None:
         """Counts a unit's unused parameters as done, and releases it.
 
         They never tell anything about other units in the same bucket, which may run in another order than they have in the
