@@ -14,7 +14,6 @@ from megazero.zero.config import Sharding, ZeroConfig
 from megazero.zero.home import SUM_NUMEL
 from megazero.zero.homes import FP32_BYTES, kept_on_device, offloaded_tile, optimizer_buffers, param_buffers
 from megazero.zero.link import MOST_TO_HOST, OUTBOX_BUFFERS
-from megazero.zero.reductions import MAX_REDUCTIONS
 from megazero.zero.residency import GatherLimits, Residency
 from megazero.zero.schedule import FETCHES_BEFORE_GATHER
 from megazero.zero.units import ROOT, BucketPlan
@@ -61,7 +60,7 @@ class StateSettings:
     @property
     def reductions_under_way(self) -> int:
         """Units whose gradients are reduced while another unit's are made; 0 on a single rank, which has nothing to wait for."""
-        return MAX_REDUCTIONS if self.zero.overlap_comm and self.data_parallel_size > 1 else 0
+        return int(self.zero.overlap_comm and self.data_parallel_size > 1)
 
     def with_zero(self, **changes: Any) -> StateSettings:
         """The same settings with changes to some of `zero`'s fields."""

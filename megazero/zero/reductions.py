@@ -17,8 +17,6 @@ from megazero.zero.waiting import Waiting
 
 logger = get_logger(__name__)
 
-MAX_REDUCTIONS = 1  # most reductions on their way at the same time
-
 
 class Reductions:
     """Fills the buckets' G as gradients come, and reduces each bucket when it is complete and its turn has come.
@@ -41,7 +39,7 @@ class Reductions:
         self.is_last_micro_batch = True
         self.is_open = False
         self._has_told_of_others = False
-        self._under_way: deque[Bucket] = deque()  # including those already waited for elsewhere
+        self._last: Bucket | None = None  # the bucket reduced last, which may be on its way
         self.restart()
 
     def restart(self) -> None:
@@ -50,7 +48,7 @@ class Reductions:
         self._missing = {bucket: {s.name for s in bucket.trained_segments} for bucket in self._order}
         self._seen: set[str] = set()  # parameters with a gradient
         self._twice: set[Bucket] = set()  # with a parameter that has got a second one
-        self._next = 0  # index of the first bucket in _order that has not been reduced
+        self._to_reduce = deque(self._order)
 
     def take(self, bucket: Bucket, segment: Segment) -> None:
         """Adds the gradient that a parameter has received to its bucket's G."""
@@ -101,9 +99,8 @@ class Reductions:
 
     def reduce_ready(self) -> None:
         """Starts the reductions whose turn has come: of complete buckets that follow each other in the order."""
-        while self.is_open and self._next < len(self._order) and not self.missing(self._order[self._next]):
-            bucket = self._order[self._next]
-            self._next += 1
+        while self.is_open and self._to_reduce and not self.missing(self._to_reduce[0]):
+            bucket = self._to_reduce.popleft()
             if self._is_due(bucket):
                 self._reduce(bucket)
 
@@ -113,7 +110,7 @@ class Reductions:
         A second gradient, from a unit that ran twice under a reentrant checkpoint, is late on a rank that has reduced the bucket
         by then. Another rank may not have, because it did not use some parameters: it reduces once more all the same.
         """
-        for bucket in filter(self._is_due, self._order[self._next :]):
+        for bucket in filter(self._is_due, self._to_reduce):
             self._reduce(bucket)
         for bucket in filter(self._is_due, self._order):
             if bucket in self._twice or bucket.gradient.has_unreduced:
@@ -130,9 +127,9 @@ class Reductions:
         return self.is_last_micro_batch or bucket.sharding.gradients
 
     def _reduce(self, bucket: Bucket) -> None:
-        self._under_way.append(bucket)
-        while len(self._under_way) > MAX_REDUCTIONS:
-            self._wait_for(self._under_way.popleft())
+        if self._last is not None:
+            self._wait_for(self._last)
+        self._last = bucket
         bucket.gradient.reduce()
         if not self._overlaps:
             self._wait_for(bucket)
