@@ -54,6 +54,7 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
     keys_of, counters = _saved_optimizer(state, reader, places) if with_optimizer else ({}, {})
     state.optimizer.is_torn = True
     if with_optimizer:
+        _warn_of_frozen(state, keys_of)
         state.optimizer.allocate_state(keys_of, counters)
     keys = sorted({key for of_one in keys_of.values() for key in of_one})
     for bucket in state.buckets:
@@ -85,6 +86,24 @@ def _read_tile(state: TrainingState, reader: Reader, places: dict[str, Place], t
             for first, key, out in to_read:
                 at = place.start + first
                 reader.read_part(place.name, key, out, cut=place.cut, rank=rank, size=size, start=at)
+
+
+def _warn_of_frozen(state: TrainingState, keys_of: dict[str, list[str]]) -> None:
+    """Warns of saved states that have no place, as what is frozen has none: it may be trained again after the load."""
+    names = [
+        segment.name
+        for bucket in state.buckets
+        if not bucket.is_trainable
+        for segment in bucket.layout.segments
+        if keys_of.get(segment.name)
+    ]
+    if names:
+        logger.warning(
+            "not loaded: the optimizer's states of %s, which the checkpoint's run has trained and this one has frozen. If this "
+            "one unfreezes them later, they start with empty moments: set requires_grad before the load",
+            some(names),
+            extra=ALIKE,
+        )
 
 
 def _saved_optimizer(

@@ -583,6 +583,15 @@ def test_what_was_unfrozen_before_the_load_gets_its_moments(one_rank, tmp_path):
     torch.testing.assert_close(other.module_state_dict(), engine.module_state_dict(), rtol=0, atol=0)
 
 
+def test_moments_of_what_is_frozen_at_the_load_are_missed_aloud(one_rank, tmp_path, caplog):
+    saved_at_each_step(tmp_path, 1)
+    engine = simple_engine(frozen=True)
+    engine.load_checkpoint(str(tmp_path), load_module_only=True)
+    assert not caplog.messages
+    engine.load_checkpoint(str(tmp_path))
+    assert ["states of 0.weight, 0.bias, which" in message for message in caplog.messages] == [True]
+
+
 def test_weights_that_were_written_in_place_are_saved(one_rank, tmp_path):
     engine = simple_engine(torch.bfloat16)
     with torch.no_grad():
