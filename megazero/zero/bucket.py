@@ -165,7 +165,7 @@ class Bucket:
             KeyError: the parameter is not in this bucket.
         """
         for segment in self.layout.segments:
-            if self.parameters[segment.name] is parameter:
+            if self.parameters.get(segment.name) is parameter:  # None: it has moved to another bucket
                 return segment
         raise KeyError(f"the parameter does not lie in bucket {self.name}")
 

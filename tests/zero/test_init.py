@@ -7,6 +7,7 @@ import io
 import pickle
 import weakref
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from megazero import mpu, zero
 from megazero.nvme import AioConfig
+from megazero.zero import build
 from megazero.zero.registry import bucket_of
 from tests.ranks import run_ranks
 from tests.zero.models import SHARING, Block, Toy, make_engine, one_step, run, token_batches, train
@@ -743,3 +745,14 @@ def test_bucket_records_die_with_the_model(one_rank):
     assert bucket_of(weight) is engine.buckets[-1]
     engine.destroy()
     assert bucket_of(weight) is None and type(weight) is nn.Parameter
+
+
+def test_an_engine_takes_what_one_that_could_not_be_made_has_left_of_a_module(one_rank, monkeypatch):
+    with zero.Init():
+        model = Toy()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))  # so that the parameters of a module go to two buckets
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):  # when its weight has gone, and its bias has not
+        patch.setattr(build, "_sum_of_bits", Mock(side_effect=MemoryError))
+        make_engine(model, 3)
+    one_step(make_engine(model, 3), torch.tensor([[1, 2, 3]]))
