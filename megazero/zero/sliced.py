@@ -37,12 +37,17 @@ Counters = dict[str, float]  # the optimizer's scalar state: Adam's "step"; an i
 
 @dataclass(frozen=True, eq=False)
 class Slice:
-    """A stretch of a bucket's owned range, within one tile, that is one flat parameter to the torch optimizer."""
+    """A stretch of a tile that is one flat parameter to the torch optimizer."""
 
-    bucket: Bucket
+    tile: Tile
     span: Span
     master: nn.Parameter  # 1-D, fp32; the bucket's own memory, or empty while the tile is not at hand
     is_trained: bool  # False: it is frozen at present, and keeps the state that it had
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket whose owned range it is a part of."""
+        return self.tile.bucket
 
     @property
     def start(self) -> int:
@@ -53,6 +58,11 @@ class Slice:
     def stop(self) -> int:
         """Offset of the first element after it in the owned range."""
         return self.span.stop - self.bucket.owned_range.start
+
+    @property
+    def in_tile(self) -> slice:
+        """Its place in its tile."""
+        return slice(self.start - self.tile.start, self.stop - self.tile.start)
 
 
 class SlicedOptimizer:
@@ -203,8 +213,7 @@ class SlicedOptimizer:
 
     def slices_in(self, tile: Tile) -> list[Slice]:
         """The slices in one tile."""
-        bucket, start, stop = tile
-        return [piece for piece in self.slices_of[bucket] if start <= piece.start < stop]
+        return [piece for piece in self.slices_of[tile.bucket] if piece.tile == tile]
 
     def _masters(self, group: int) -> list[nn.Parameter]:
         return [piece.master for piece in self.slices if piece.is_trained and piece.span.group == group]
@@ -275,12 +284,11 @@ class SlicedOptimizer:
             return torch.device("cpu")
         return piece.bucket.optimizer_home.device
 
-    def adopt_state(self, piece: Slice, states: Mapping[str, Tensor] | None = None, start: int = 0) -> None:
+    def adopt_state(self, piece: Slice, states: Mapping[str, Tensor] | None = None) -> None:
         """Moves state that the torch optimizer has allocated for a slice into the bucket's O.
 
         Args:
             states: O of the slice's tile if it is at hand, and so is written home without this method.
-            start: where that tile starts in the owned range.
 
         Raises:
             ValueError: it has something else than one number for each element, or one for all of them.
@@ -297,7 +305,7 @@ class SlicedOptimizer:
             if not _is_flat(value) or _is_in_memory_of(bucket, key, piece, value):
                 continue
             if states and key in states:
-                part = states[key][piece.start - start : piece.stop - start]
+                part = states[key][piece.in_tile]
                 if not is_same_memory(part, value):
                     part.copy_(value)
             else:
@@ -334,8 +342,7 @@ class SlicedOptimizer:
         """
         for piece in self.slices_in(tile):
             if key in states and key in self.state.get(piece.master, {}):
-                mine = states[key][piece.start - tile.start : piece.stop - tile.start]
-                part, place = part_of(mine, piece.span.start, segment)
+                part, place = part_of(states[key][piece.in_tile], piece.span.start, segment)
                 if part.numel():
                     yield part, place
 
@@ -414,7 +421,7 @@ def _slices_by(key: Callable[[Segment], tuple | None], bucket: Bucket, is_traine
                     memory = torch.empty(0, device=bucket.optimizer_home.device)
                 else:
                     memory = master.resident[part.start - low : part.stop - low]
-                yield Slice(bucket, part, nn.Parameter(memory), is_trained)
+                yield Slice(tile, part, nn.Parameter(memory), is_trained)
 
 
 def _part_in_memory(bucket: Bucket, key: str, piece: Slice) -> Tensor:

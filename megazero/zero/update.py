@@ -125,27 +125,23 @@ class Update:
         bucket = tile.bucket
         states = at_hand.enter_context(self._optimizer.state_at_hand(tile, bucket.states, writes=True))
         if bucket.states[MASTER].resident is None:
-            for piece, part in self._slices(tile):
-                piece.master.data = states[MASTER][part]
+            for piece in self._slices(tile):
+                piece.master.data = states[MASTER][piece.in_tile]
                 state = self._optimizer.state.get(piece.master, {})
-                state.update({key: states[key][part] for key in state if key in states})
+                state.update({key: states[key][piece.in_tile] for key in state if key in states})
         return states
 
-    def _slices(self, tile: Tile) -> list[tuple[Slice, slice]]:
-        """The slices in a tile that are trained, each with its place in the tile."""
-        return [
-            (piece, slice(piece.start - tile.start, piece.stop - tile.start))
-            for piece in self._optimizer.slices_in(tile)
-            if piece.is_trained
-        ]
+    def _slices(self, tile: Tile) -> list[Slice]:
+        """The slices in a tile that are trained."""
+        return [piece for piece in self._optimizer.slices_in(tile) if piece.is_trained]
 
     def _set_gradients(self, tile: Tile, at_hand: ExitStack) -> None:
         """Gives the torch optimizer the tile's mean gradients times the factor."""
         factor = self._factor * tile.bucket.gradient.to_mean
         owned = at_hand.enter_context(self._gradient(tile))
-        for piece, part in self._slices(tile):
+        for piece in self._slices(tile):
             # The same memory if G is fp32 and lies where O does; else cast here, because scaling 16 bits could underflow.
-            piece.master.grad = owned[part].to(piece.master.device, torch.float32)
+            piece.master.grad = owned[piece.in_tile].to(piece.master.device, torch.float32)
             if factor != 1.0 and not self._optimizer.scales_itself:
                 # A division, as in the one-pass kernels and torch's fused kernels: the same bits.
                 piece.master.grad.div_(1.0 / factor)
@@ -177,15 +173,15 @@ class Update:
         factor, pieces = self._factor * bucket.gradient.to_mean, self._slices(tile)
         # The compiled kernel takes time and memory to load. That pays off when the device has to wait for the host's Adam.
         kernel = (mixed if bucket.is_offloaded else tiled) if _has_16_bits(bucket) else unmixed
-        place = self._place_of_weights(tile, [part for _, part in pieces])
+        place = self._place_of_weights(tile, [piece.in_tile for piece in pieces])
         with self._gradient(tile) as owned, place or nullcontext() as weights:
-            for piece, part in pieces:
+            for piece in pieces:
                 settings, state = adam[piece.span.group], self._optimizer.state[piece.master]
                 if not state:
                     self._optimizer.begin_adam(piece)
                 state["step"] += 1
+                part, moments = piece.in_tile, (state["exp_avg"], state["exp_avg_sq"])
                 out = None if weights is None else weights[part]
-                moments = state["exp_avg"], state["exp_avg_sq"]
                 operands = Operands(piece.master.detach(), owned[part].to("cpu"), *moments, out)
                 kernel(settings, operands, float(state["step"]), factor)
         if place is None:
@@ -208,9 +204,9 @@ class Update:
 
     def _take_back(self, tile: Tile, states: dict[str, Tensor]) -> None:
         """After a tile's update: moves the torch optimizer's new state into O, and drops views of states not in memory."""
-        for piece, _ in self._slices(tile):
+        for piece in self._slices(tile):
             piece.master.grad = None
-            self._optimizer.adopt_state(piece, states, tile.start)
+            self._optimizer.adopt_state(piece, states)
             if piece.bucket.states[MASTER].resident is None:
                 piece.master.data = piece.master.data.new_empty(0)
 
