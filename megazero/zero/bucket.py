@@ -349,6 +349,11 @@ class Bucket:
         """Whether O was given a home other than the device's own; on a CPU that home may be the same memory."""
         return self.optimizer_home is not self._on_device
 
+    @property
+    def is_swapped(self) -> bool:
+        """Whether O rests in a swap file, so that the torch optimizer has of it only what is at hand."""
+        return self.is_trainable and self.states[MASTER].resident is None
+
     def move_states(self, home: Home | None) -> None:
         """Moves O to another home, and G too from the next reduction on; None is the device. The shard of P goes with O.
 

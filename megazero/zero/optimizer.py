@@ -22,7 +22,7 @@ from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.muon import Muon
 from megazero.optim.optimizers import TORCH_ELEMENTWISE
 from megazero.zero.background import BackgroundUpdate, DelayedUpdate, OverlappedUpdate
-from megazero.zero.bucket import MASTER, Bucket
+from megazero.zero.bucket import Bucket
 from megazero.zero.config import ZeroConfig
 from megazero.zero.sliced import SlicedOptimizer
 from megazero.zero.update import Update
@@ -204,7 +204,7 @@ class BucketOptimizer(SlicedOptimizer):
     def refuse_unfit(self, later: bool) -> None:
         """Raises if the torch optimizer cannot update states that rest in a file, or (`later`) run in the background."""
         kind = type(self.torch_optimizer).__name__
-        if not self.steps_apart and any(bucket.states[MASTER].resident is None for bucket in self._trained):
+        if not self.steps_apart and any(bucket.is_swapped for bucket in self._trained):
             raise ValueError(
                 f"{kind} with states on NVMe would need all of them in memory at a time: its step() cannot be called for a "
                 "part of them, or has hooks. Use torch.optim.AdamW or CPUAdam, without hooks."
@@ -273,9 +273,7 @@ class BucketOptimizer(SlicedOptimizer):
         Empty if the host would compute both from its own memory: they would only compete. Whole parameters have to be allowed to
         arrive late, because other ranks wait for a rank that reads one.
         """
-        is_away = all(
-            bucket.optimizer_home.link is not None or bucket.states[MASTER].resident is None for bucket in self._trained
-        )
+        is_away = all(bucket.optimizer_home.link is not None or bucket.is_swapped for bucket in self._trained)
         if not (self._overlaps_update and is_away and self.adam_apart is not None):
             return []
         return [b for b in self._trained[::-1] if b.weights.is_sharded or self._overlaps_param_gather]

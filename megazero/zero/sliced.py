@@ -104,7 +104,7 @@ class SlicedOptimizer:
         self._counts_in_group = type(self.torch_optimizer).__module__.startswith("apex")
         self._counts_in_tensors = isinstance(self.torch_optimizer, TORCH_ELEMENTWISE)
         states = list(self.state.values())  # Adagrad makes its state when it is built, and none for later parameters
-        if states and any(bucket.is_trainable and bucket.states[MASTER].resident is None for bucket in buckets):
+        if states and any(bucket.is_swapped for bucket in buckets):
             raise ValueError(
                 f"{type(self.torch_optimizer).__name__} makes its state when it is built, which needs all of it in memory. Use "
                 "another optimizer (AdamW), or a home in memory: --offload-optimizer cpu (offload_optimizer.device)."
@@ -255,7 +255,7 @@ class SlicedOptimizer:
         state, bucket = self.state[piece.master], piece.bucket
         for key in keys:
             self._vector(bucket, key)
-            state[key] = _part_in_memory(bucket, key, piece)
+            state[key] = _part_in_memory(bucket, key, piece.start, piece.stop)
         for key, value in counters.items():
             if self._counts_in_group or key in bucket.states:
                 continue
@@ -267,7 +267,7 @@ class SlicedOptimizer:
     def begin_adam(self, piece: Slice) -> None:
         """Gives a slice Adam's state before its first update: where it will rest, if O is in memory, so nothing is copied."""
         moments = ("exp_avg", "exp_avg_sq")
-        is_in_memory = piece.bucket.states[MASTER].resident is not None
+        is_in_memory = not piece.bucket.is_swapped
         self._fill_state(piece, {"step": 0.0}, moments if is_in_memory else ())
         state = self.state[piece.master]
         for key in moments:  # what is in O may be of a state that somebody has dropped
@@ -311,7 +311,7 @@ class SlicedOptimizer:
             else:
                 with self._vector(bucket, key, value.dtype).at_hand(piece.start, piece.stop, writes=True) as part:
                     part.copy_(value)
-            state[key] = _part_in_memory(bucket, key, piece)
+            state[key] = _part_in_memory(bucket, key, piece.start, piece.stop)
 
     def _vector(self, bucket: Bucket, key: str, dtype: torch.dtype = torch.float32) -> Vector:
         """The bucket's state of that name; created with zeros if it does not exist yet."""
@@ -411,25 +411,21 @@ def _refusal(owner: ref[SlicedOptimizer], message: str) -> Callable:
 
 def _slices_by(key: Callable[[Segment], tuple | None], bucket: Bucket, is_trained: bool) -> Iterator[Slice]:
     """Slices of adjacent parameters with equal keys, within each tile of the bucket's owned range."""
-    low, master = bucket.owned_range.start, bucket.states[MASTER]
-    spans = bucket.layout.spans_by(key)
+    low, spans = bucket.owned_range.start, bucket.layout.spans_by(key)
     for tile in bucket.tiles:
         for span in spans:
             part = span.clip(low + tile.start, low + tile.stop)
             if part.start < part.stop:
-                if master.resident is None:
-                    memory = torch.empty(0, device=bucket.optimizer_home.device)
-                else:
-                    memory = master.resident[part.start - low : part.stop - low]
+                memory = _part_in_memory(bucket, MASTER, part.start - low, part.stop - low)
                 yield Slice(tile, part, nn.Parameter(memory), is_trained)
 
 
-def _part_in_memory(bucket: Bucket, key: str, piece: Slice) -> Tensor:
-    """A slice's part of the state; empty if the state is not in memory."""
+def _part_in_memory(bucket: Bucket, key: str, start: int, stop: int) -> Tensor:
+    """Elements [start, stop) of a state; empty if the state is not in memory."""
     vector = bucket.states[key]
     if vector.resident is None:
         return torch.empty(0, dtype=vector.dtype, device=bucket.optimizer_home.device)
-    return vector.resident[piece.start : piece.stop]
+    return vector.resident[start:stop]
 
 
 def _is_in_memory_of(bucket: Bucket, key: str, piece: Slice, value: Tensor) -> bool:

@@ -124,7 +124,7 @@ class Update:
         """O of the tile, at hand. If it does not rest in memory, points the torch optimizer at it."""
         bucket = tile.bucket
         states = at_hand.enter_context(self._optimizer.state_at_hand(tile, bucket.states, writes=True))
-        if bucket.states[MASTER].resident is None:
+        if bucket.is_swapped:
             for piece in self._slices(tile):
                 piece.master.data = states[MASTER][piece.in_tile]
                 state = self._optimizer.state.get(piece.master, {})
@@ -207,7 +207,7 @@ class Update:
         for piece in self._slices(tile):
             piece.master.grad = None
             self._optimizer.adopt_state(piece, states)
-            if piece.bucket.states[MASTER].resident is None:
+            if tile.bucket.is_swapped:
                 piece.master.data = piece.master.data.new_empty(0)
 
 
