@@ -173,9 +173,10 @@ class Bucket:
     #
     # P -> master weights, after the user has written to parameters:
     #     adopt_gathered      gathered parameters, through the shard
-    #     adopt_parameters    P as this rank keeps it; adopt_written: if there is anything new
+    #     adopt_written       P as this rank keeps it, if there is anything new
     # master weights -> P, after an update or after they were set:
     #     write_back          one tile of this rank; write_back_all: all its tiles
+    #     p_to_write          a tile whose new values the caller writes there itself
     #     publish             then, once: the other ranks' values, which `wait_gathered` waits for, or the next gather brings
     #     publish_master      both
 
@@ -186,9 +187,9 @@ class Bucket:
         elif self.weights.is_sharded:
             with self.weights.owned(reads=False, writes=True) as shard:
                 shard.copy_(self.weights.part)
-        self.adopt_parameters()
+        self._adopt_parameters()
 
-    def adopt_parameters(self) -> None:
+    def _adopt_parameters(self) -> None:
         """Copies changed elements of P into the master weights. The other master weights keep what 16 bits cannot hold."""
         if self.is_trainable and not self.master_is_p:
             for _, start, stop in self.tiles:
@@ -204,7 +205,7 @@ class Bucket:
     def adopt_written(self) -> None:
         """Before P is overwritten: adopts what the user has written into parameters in place, so that it is not lost."""
         if self.weights.is_written:
-            self.adopt_parameters()
+            self._adopt_parameters()
 
     def refuse_written(self, why: str) -> None:
         """Raises if the user has written into whole parameters in place since the master weights last agreed with them."""
@@ -246,7 +247,7 @@ class Bucket:
     def write_back(self, start: int, stop: int, master: Tensor) -> None:
         """Writes new master weights, elements [start, stop) of the owned range, into P; `publish` comes after the last."""
         if not self.master_is_p:
-            with self._p_to_write(start, stop) as weights:
+            with self.p_to_write(start, stop) as weights:
                 weights.copy_(master)  # casts on the fly, without a temporary copy
 
     def staging(self, is_all_written: bool) -> Tensor:
@@ -271,20 +272,14 @@ class Bucket:
         p, link = across
         link.to_device.start(partial(p.copy_, staged, non_blocking=True), on_device=[p], on_host=[staged]).join()
 
-    def weights_on_host(self, start: int, stop: int, parts: Sequence[slice]) -> AbstractContextManager[Tensor] | None:
-        """Host memory for new 16-bit values of elements [start, stop) of the owned range of P; only `parts` are written to P.
-
-        None if P is fp32, is cast from the master weights, rests in a file, or lies on an accelerator together with O. Call
-        `publish` after the last write.
-        """
-        p = self.weights.resident
-        is_on_host = self._p_across is not None or (p is not None and p.device.type == "cpu")
-        return self._p_to_write(start, stop, parts) if self.has_16_bits_beside and is_on_host else None
-
-    def _p_to_write(
+    def p_to_write(
         self, start: int, stop: int, parts: Sequence[slice] = (slice(None),)
     ) -> AbstractContextManager[Tensor]:
-        """Elements [start, stop) of the owned range of P, to be written; if they cross a link, only `parts` of them are sent."""
+        """Elements [start, stop) of the owned range of P, to be written where O is at hand; `publish` comes after the last.
+
+        Args:
+            parts: of these elements, what the caller writes: over a link, only that is sent.
+        """
         if (across := self._p_across) is None:
             return self.weights.owned(start, stop, reads=False, writes=True)
         p, link = across
@@ -331,7 +326,7 @@ class Bucket:
 
     def write_back_all(self) -> None:
         """Writes all master weights of this rank into P; `publish` comes after it."""
-        if self.is_trainable and not self.master_is_p:
+        if self.is_trainable:
             for _, start, stop in self.tiles:
                 with self.states[MASTER].at_hand(start, stop) as master:
                     self.write_back(start, stop, master)

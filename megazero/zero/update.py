@@ -108,16 +108,17 @@ class Update:
     def _step_tiles(self, tiles: list[Tile]) -> None:
         with ExitStack() as at_hand:
             states = {tile: self._bring(tile, at_hand) for tile in tiles}
-            adam = self._one_pass_adam(tiles[0].bucket) if len(tiles) == 1 else None  # the host gets tiles one by one
+            adam = self._one_pass_adam(tiles[0].bucket)  # if any, there is one tile: the host gets them one by one
             if adam is not None:
-                self._step_in_one_pass(tiles[0], states[tiles[0]], adam)
+                is_written = self._step_in_one_pass(tiles[0], adam)
             else:
                 for tile in tiles:
                     self._set_gradients(tile, at_hand)
                 self._optimizer.step_slices(**self._scaling)
+                is_written = False
             for tile in tiles:
                 self._take_back(tile, states[tile])
-                if adam is None:
+                if not is_written:
                     self._write_weights(tile, states[tile][MASTER])
 
     def _bring(self, tile: Tile, at_hand: ExitStack) -> dict[str, Tensor]:
@@ -168,7 +169,8 @@ class Update:
         is_wanted = _has_16_bits(bucket) or self._in_background
         return self._adam if is_wanted and bucket.optimizer_home.device.type == "cpu" else None
 
-    def _step_in_one_pass(self, tile: Tile, states: dict[str, Tensor], adam: list[AdamSettings]) -> None:
+    def _step_in_one_pass(self, tile: Tile, adam: list[AdamSettings]) -> bool:
+        """Returns whether the kernel has written the new weights as well."""
         bucket = tile.bucket
         factor, pieces = self._factor * bucket.gradient.to_mean, self._slices(tile)
         # The compiled kernel takes time and memory to load. That pays off when the device has to wait for the host's Adam.
@@ -184,16 +186,17 @@ class Update:
                 out = None if weights is None else weights[part]
                 operands = Operands(piece.master.detach(), owned[part].to("cpu"), *moments, out)
                 kernel(settings, operands, float(state["step"]), factor)
-        if place is None:
-            self._write_weights(tile, states[MASTER])
+        return place is not None
 
     def _place_of_weights(self, tile: Tile, parts: list[slice]) -> AbstractContextManager[Tensor] | None:
         """Where the one-pass kernel writes 16-bit weights, to `parts` of the tile; None if they are copied afterwards."""
         bucket, start, stop = tile
-        if self._staged is None:
-            return bucket.weights_on_host(start, stop, parts)
-        staged = self._staged[bucket]
-        return None if staged.dtype == torch.float32 else nullcontext(staged[start:stop])
+        if not bucket.has_16_bits_beside:
+            return None
+        if self._staged is not None:
+            return nullcontext(self._staged[bucket][start:stop])
+        # What is at hand of a file is written to it whole, and `parts` may leave some of it out.
+        return None if bucket.weights.resident is None else bucket.p_to_write(start, stop, parts)
 
     def _write_weights(self, tile: Tile, master: Tensor) -> None:
         bucket, start, stop = tile
