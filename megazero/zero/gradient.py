@@ -98,9 +98,7 @@ class Gradient:
 
     def accumulate(self, segment: Segment, grad: Tensor) -> None:
         """Adds one parameter's gradient, cast to G's dtype."""
-        self.wait()  # a late gradient must not write into a buffer that is being reduced
-        if self.is_reduced and not self.is_sharded:
-            self._set_reduced_aside()
+        self._reopen()
         if segment.name in self._filled:
             view_of(self._allocated(), segment).add_(grad)
             return
@@ -117,13 +115,11 @@ class Gradient:
 
     def reduce(self) -> None:
         """Starts to sum the accumulated gradients over the group; `wait` finishes. Parameters without gradient count as zero."""
-        self.wait()
+        self._reopen()
         if self.is_sharded and self._owned is not None:  # another micro-batch is added to it
             self._owned.prefetch()
             if self._owned.resident is None and self._owned.link is not None:
                 self._owned.link.to_host.make_room()  # gradients that the last micro-batch sent to the file have left by now
-        if self.is_reduced and not self.is_sharded:
-            self._set_reduced_aside()  # a second loss before the step, which reached the bucket on other ranks only, if at all
         whole = self._allocated()
         for segment in self.layout.segments:
             if segment.name not in self._filled:
@@ -212,15 +208,18 @@ class Gradient:
             view_of(self.whole, segment).copy_(grad)
         return self.whole
 
-    def _set_reduced_aside(self) -> None:
-        """Keeps the reduced sum apart for a gradient that comes after the reduction (a module that ran twice).
+    def _reopen(self) -> None:
+        """Before `whole` is used again: finishes a reduction under way, and keeps its sum apart if that lies in `whole`.
 
-        The late gradient is reduced separately, and the kept sum is added to it when that is done.
+        A module may have run twice, or a second loss have come before the step, on some ranks only. What is late is reduced
+        separately, and the kept sum is added to it when that is done.
         """
-        with self.at_hand() as owned:
-            total = owned.clone()
-        self.zero()
-        self._reduced_before = total
+        self.wait()
+        if self.is_reduced and not self.is_sharded:
+            with self.at_hand() as owned:
+                total = owned.clone()
+            self.zero()
+            self._reduced_before = total
 
 
 def _norm(flat: Tensor) -> Tensor:
