@@ -60,7 +60,7 @@ class Weights:
             self.shard = (home or MemoryHome(flat.device)).hold(self.part, copy=True)
         self.is_offloaded = self.is_sharded and home is not None
         self.is_gathered, self.is_held, self.is_lent, self.is_kept = True, False, False, False
-        self._gather_work: Work | None = None
+        self._coming: Work | None = None  # a gather if P is sharded, else an exchange
         self._waits_when_touched = False
         self._arrival = Arrival(flat.device, comes_ahead=channel.size > 1)  # of the shard on the device
         self._point_parameters()
@@ -71,7 +71,7 @@ class Weights:
     @property
     def is_gathering(self) -> bool:
         """Whether other ranks' values are on their way: in a gather, or in the exchange after an update."""
-        return self._gather_work is not None
+        return self._coming is not None
 
     @property
     def is_allocated(self) -> bool:
@@ -85,14 +85,14 @@ class Weights:
         assert self.shard is not None, "only what is sharded is ever released"
         self.flat.untyped_storage().resize_(self.flat.nbytes)
         gather = partial(self._channel.all_gather_, self.flat, self.name)
-        self._gather_work = self._arrival.fill(self.shard, self.part, gather)
+        self._coming = self._arrival.fill(self.shard, self.part, gather)
 
     def refuse_reads(self) -> None:
         """Until a gather under way is finished, makes autograd refuse what saved P before: a backward that no hook has announced.
 
         Not for a gather of a forward, which may save a parameter on its way, as torch's checkpoint does with its arguments.
         """
-        if self.is_gathering and not self.is_gathered:
+        if self.is_sharded and self.is_gathering:
             self._set_versions([version + ON_THE_WAY for version in self._versions])
 
     def graph_end(self, segment: Segment) -> Node:
@@ -117,19 +117,19 @@ class Weights:
 
     def wait_gathered(self) -> None:
         """Finishes `gather` or `exchange`, so that the parameters have their values."""
-        if self._gather_work is None:
+        if (work := self._coming) is None:
             return
-        if self.is_gathered:  # a failed exchange stays under way, so that nobody takes the old values for the new ones
-            self._gather_work.wait()
-            self._gather_work = None
+        if self.is_sharded:
+            self._coming = None
+            work.wait()
+            self._set_versions(self._versions)
+            self._point_parameters()
+            self.is_gathered = True  # last: after an interrupt before it, the next use gathers again
+        else:  # a failed exchange stays under way, so that nobody takes the old values for the new ones
+            work.wait()
+            self._coming = None
             if self._waits_when_touched:
                 self.show_parameters()
-            return
-        work, self._gather_work = self._gather_work, None
-        work.wait()
-        self._set_versions(self._versions)
-        self._point_parameters()
-        self.is_gathered = True  # last: after an interrupt before it, the next use gathers again
 
     def release(self) -> None:
         """Frees all of P but this rank's shard. Does nothing if P is not sharded, or is held or kept.
@@ -196,7 +196,7 @@ class Weights:
 
     def exchange(self) -> None:
         """Starts to bring the other ranks' parts of a whole P to this rank; `wait_gathered` finishes."""
-        self._gather_work = self._channel.all_gather_(self.flat, self.name)
+        self._coming = self._channel.all_gather_(self.flat, self.name)
 
     def wait_when_touched(self) -> None:
         """Has whatever touches a whole parameter wait for an update that goes on, and for the exchange after it."""
