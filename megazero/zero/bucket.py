@@ -224,7 +224,7 @@ class Bucket:
     @property
     def tile_numel(self) -> int:
         """Most elements of O that the optimizer brings to hand at a time: all on the device, where they are at hand anyway."""
-        return (self._tile_numel if self.is_offloaded else None) or max(1, self.owned_numel)
+        return (self._tile_numel if self.is_offloaded else None) or self.owned_numel
 
     @property
     def tiles(self) -> list[Tile]:

@@ -168,7 +168,7 @@ class BucketBytes:
         """Padding in all of these states."""
         layout = self.plan.layout
         held = self.parameters + self.gradients + self.reduced + self.master + self.moments
-        return held * (layout.numel - layout.param_numel) / layout.numel if layout.numel else 0.0
+        return held * (layout.numel - layout.param_numel) / layout.numel
 
     # ---- temporarily on the accelerator
 
