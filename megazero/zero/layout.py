@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from typing import TypeVar
 
 ALIGNMENT = 64  # elements; in 16-bit dtypes a parameter then starts on a 128-byte boundary, as cuBLAS wants
 NO_GROUP = -1  # the optimizer group of a parameter that was not passed to the optimizer
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -92,31 +95,31 @@ class BucketLayout:
         """[start, stop) of the rank's shard."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
+    @property
+    def _placed(self) -> Iterable[tuple[Segment, int]]:
+        """Every segment, and where the padding after it ends."""
+        ends = [segment.start for segment in self.segments[1:]] + [self.numel]
+        return zip(self.segments, ends, strict=True)
+
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """[start, stop) of every stretch of padding, which belongs to no parameter and stays zero."""
-        starts = [segment.start for segment in self.segments[1:]] + [self.numel]
-        ends = [segment.stop for segment in self.segments]
-        return tuple((stop, start) for stop, start in zip(ends, starts, strict=True) if stop < start)
+        return tuple((segment.stop, end) for segment, end in self._placed if segment.stop < end)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The bucket cut by (group, is_replicated), in storage order; the last span includes the final padding."""
-        return self.spans_by(lambda segment: (segment.group, segment.is_replicated))
+        return tuple(span for _, span in self.spans_by(lambda segment: (segment.group, segment.is_replicated)))
 
-    def spans_by(self, key: Callable[[Segment], object]) -> tuple[Span, ...]:
-        """Runs of adjacent segments with equal keys, each with the padding after it; segments whose key is None are left out."""
-        spans: list[Span] = []
-        last: object = None
-        starts = [segment.start for segment in self.segments[1:]] + [self.numel]
-        for segment, stop in zip(self.segments, starts, strict=True):
-            now = key(segment)
-            if now is not None and now == last:
-                spans[-1] = replace(spans[-1], stop=stop)
-            elif now is not None:
-                spans.append(Span(segment.start, stop, segment.group, segment.is_replicated))
-            last = now
-        return tuple(spans)
+    def spans_by(self, key: Callable[[Segment], Key | None]) -> list[tuple[Key, Span]]:
+        """Runs of adjacent segments with equal keys, by key, with the padding after them; segments of key None are left out."""
+        spans: list[tuple[Key, Span]] = []
+        for of_run, placed in groupby(self._placed, lambda each: key(each[0])):
+            run = list(placed)
+            first, end = run[0][0], run[-1][1]
+            if of_run is not None:
+                spans.append((of_run, Span(first.start, end, first.group, first.is_replicated)))
+        return spans
 
 
 def _overlap(start: int, stop: int, low: int, high: int) -> tuple[int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -182,18 +181,23 @@ class SlicedOptimizer:
             counters: the scalar state of the parameters that have state. Parameters with different step counts get separate
                 slices.
         """
-        self.slices_of: dict[Bucket, list[Slice]] = {bucket: [] for bucket in self.buckets}
 
-        def key(segment: Segment, is_trained: bool) -> tuple | None:
-            mine = counters.get(segment.name)  # None: it has no state
-            is_wanted = segment.group != NO_GROUP and self.is_trained(segment) == is_trained
-            if not is_wanted or (mine is None and not is_trained):
+        def key(segment: Segment) -> tuple[bool, Any] | None:
+            is_trained, mine = self.is_trained(segment), counters.get(segment.name)  # None: it has no state
+            if segment.group == NO_GROUP or (mine is None and not is_trained):
                 return None
-            return segment.group, segment.is_replicated, mine
+            return is_trained, (segment.group, segment.is_replicated, mine)
 
-        for bucket, slices in self.slices_of.items():
-            for is_trained in (True, False) if bucket.is_trainable else ():
-                slices += _slices_by(partial(key, is_trained=is_trained), bucket, is_trained)
+        def slices(bucket: Bucket) -> Iterator[Slice]:
+            low, spans = bucket.owned_range.start, bucket.layout.spans_by(key)
+            for tile in bucket.tiles:
+                for (is_trained, _), span in spans:
+                    part = span.clip(low + tile.start, low + tile.stop)
+                    if part.start < part.stop:
+                        memory = _part_in_memory(bucket, MASTER, part.start - low, part.stop - low)
+                        yield Slice(tile, part, nn.Parameter(memory), is_trained)
+
+        self.slices_of = {bucket: [*slices(bucket)] if bucket.is_trainable else [] for bucket in self.buckets}
         self.slices = [piece for of_bucket in self.slices_of.values() for piece in of_bucket]
 
     def _frozen_now(self) -> set[str]:
@@ -407,17 +411,6 @@ def _refusal(owner: ref[SlicedOptimizer], message: str) -> Callable:
             raise RuntimeError(message)
 
     return refuse
-
-
-def _slices_by(key: Callable[[Segment], tuple | None], bucket: Bucket, is_trained: bool) -> Iterator[Slice]:
-    """Slices of adjacent parameters with equal keys, within each tile of the bucket's owned range."""
-    low, spans = bucket.owned_range.start, bucket.layout.spans_by(key)
-    for tile in bucket.tiles:
-        for span in spans:
-            part = span.clip(low + tile.start, low + tile.stop)
-            if part.start < part.stop:
-                memory = _part_in_memory(bucket, MASTER, part.start - low, part.stop - low)
-                yield Slice(tile, part, nn.Parameter(memory), is_trained)
 
 
 def _part_in_memory(bucket: Bucket, key: str, start: int, stop: int) -> Tensor:
