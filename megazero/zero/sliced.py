@@ -260,9 +260,7 @@ class SlicedOptimizer:
         for key in keys:
             self._vector(bucket, key)
             state[key] = _part_in_memory(bucket, key, piece.start, piece.stop)
-        for key, value in counters.items():
-            if self._counts_in_group or key in bucket.states:
-                continue
+        for key, value in ({} if self._counts_in_group else counters).items():
             if isinstance(value, int) and not self._counts_in_tensors:
                 state[key] = value
             else:

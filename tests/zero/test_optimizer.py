@@ -119,6 +119,30 @@ def test_adagrad_trains_what_is_unfrozen_later(one_rank):
     assert (total >= 0.5).all(), "with the squares of its gradients added to what it starts from"
 
 
+class LateTensor(torch.optim.Optimizer):
+    """Keeps a number of a parameter in its first step, and a tensor of that name from the second on."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p]["last"] = p.grad.clone() if "last" in self.state[p] else 0.0
+
+
+def test_a_number_stays_where_other_parameters_have_a_tensor_of_its_name(one_rank):
+    model = toy()
+    up, down = model.blocks[0].up, model.blocks[0].down
+    engine = engine_of(model, LateTensor, allow_untested_optimizer=True)
+    for step, is_trained in enumerate((False, True)):
+        up.requires_grad_(is_trained)
+        one_step(engine, step)
+    down.requires_grad_(False)
+    engine(batches(2)[0])  # new slices
+    assert engine.optimizer.counters()["blocks.0.up.weight"] == {"last": 0.0}
+    assert utils.safe_get_full_optimizer_state(down.weight, "last").any()
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_embedding_with_sparse_gradients_trains_as_with_dense_ones(one_rank, stage):
     states = []
