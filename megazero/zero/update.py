@@ -45,12 +45,13 @@ class Update:
         staged: Mapping[Bucket, Tensor] | None = None,
         done: Callable[[Bucket], None] = Bucket.publish,
     ) -> None:
-        self._optimizer, self._gradients, self._factor = optimizer, gradients, factor
+        self._optimizer, self._gradients = optimizer, gradients
+        self._factor = factor * next(iter(gradients)).gradient.to_mean  # of sums: all buckets' are over the same group
         self._in_background, self._staged, self._done = in_background, staged, done
         # As they are at this moment: hooks may come, and a schedule may change settings, while it runs in the background.
         self._steps_apart, self._adam = optimizer.steps_apart, optimizer.adam_apart
         self._scaling = self._kernel_scale() if optimizer.scales_itself else {}
-        self._brought: dict[Tile, Vector] = {}  # tiles of whole gradients that lie across the link from O
+        self._crossing: dict[Tile, Vector] = {}  # tiles of whole gradients, on their way over the link to O
 
     def run(self) -> None:
         """Steps bucket by bucket, so that one bucket's new parameters are on their way while the next bucket is updated."""
@@ -96,13 +97,13 @@ class Update:
             # Only when stepping tile by tile: else the pages of all tiles would be taken at once, and kept.
             if self._steps_apart and gradient.link is not home.link:
                 with gradient.at_hand(start, stop) as owned:
-                    self._brought[tile] = home.memory.hold(owned, room=bucket.tile_numel)
+                    self._crossing[tile] = home.memory.hold(owned, room=bucket.tile_numel)
 
     def _gradient(self, tile: Tile) -> AbstractContextManager[Tensor]:
         """The tile's gradient at hand; ask for it only once."""
         bucket, start, stop = tile
-        if tile in self._brought:
-            return self._brought.pop(tile).at_hand()
+        if tile in self._crossing:
+            return self._crossing.pop(tile).at_hand()
         return self._gradients[bucket].at_hand(start, stop)
 
     def _step_tiles(self, tiles: list[Tile]) -> None:
@@ -137,29 +138,24 @@ class Update:
         return [piece for piece in self._optimizer.slices_in(tile) if piece.is_trained]
 
     def _set_gradients(self, tile: Tile, at_hand: ExitStack) -> None:
-        """Gives the torch optimizer the tile's mean gradients times the factor."""
-        factor = self._factor * tile.bucket.gradient.to_mean
+        """Gives the torch optimizer the tile's gradients, multiplied by the factor unless its kernel does that."""
         owned = at_hand.enter_context(self._gradient(tile))
         for piece in self._slices(tile):
             # The same memory if G is fp32 and lies where O does; else cast here, because scaling 16 bits could underflow.
             piece.master.grad = owned[piece.in_tile].to(piece.master.device, torch.float32)
-            if factor != 1.0 and not self._optimizer.scales_itself:
+            if self._factor != 1.0 and not self._optimizer.scales_itself:
                 # A division, as in the one-pass kernels and torch's fused kernels: the same bits.
-                piece.master.grad.div_(1.0 / factor)
+                piece.master.grad.div_(1.0 / self._factor)
 
     def _kernel_scale(self) -> dict[str, Tensor]:
-        """By which torch's fused kernels divide gradients in the pass they make anyway: attributes of the torch optimizer.
-
-        All buckets' means are over the same group.
-        """
-        factor = self._factor * next(iter(self._gradients)).gradient.to_mean
-        if factor == 1.0:
+        """By which torch's fused kernels divide gradients in the pass they make anyway: attributes of the torch optimizer."""
+        if self._factor == 1.0:
             return {}
         # On the host if a part of O is there: torch copies it between devices without waiting, and only the host, reading it too
         # early, would notice.
         devices = [bucket.optimizer_home.device for bucket in self._gradients]
         device = next((device for device in devices if device.type == "cpu"), devices[0])
-        scale = torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
+        scale = torch.full((), 1.0 / self._factor, dtype=torch.float32, device=device)
         return {"grad_scale": scale, "found_inf": torch.zeros_like(scale)}
 
     # ---- Adam on the host in one pass over memory: cast, scale, update and write P; the bits are torch's between casts
@@ -171,8 +167,7 @@ class Update:
 
     def _step_in_one_pass(self, tile: Tile, adam: list[AdamSettings]) -> bool:
         """Returns whether the kernel has written the new weights as well."""
-        bucket = tile.bucket
-        factor, pieces = self._factor * bucket.gradient.to_mean, self._slices(tile)
+        bucket, pieces = tile.bucket, self._slices(tile)
         # The compiled kernel takes time and memory to load. That pays off when the device has to wait for the host's Adam.
         kernel = (mixed if bucket.is_offloaded else tiled) if _has_16_bits(bucket) else unmixed
         place = self._place_of_weights(tile, [piece.in_tile for piece in pieces])
@@ -185,7 +180,7 @@ class Update:
                 part, moments = piece.in_tile, (state["exp_avg"], state["exp_avg_sq"])
                 out = None if weights is None else weights[part]
                 operands = Operands(piece.master.detach(), owned[part].to("cpu"), *moments, out)
-                kernel(settings, operands, float(state["step"]), factor)
+                kernel(settings, operands, float(state["step"]), self._factor)
         return place is not None
 
     def _place_of_weights(self, tile: Tile, parts: list[slice]) -> AbstractContextManager[Tensor] | None:
