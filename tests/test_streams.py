@@ -86,11 +86,10 @@ def look_at_values(job: Job) -> None:
     access.safe_set_full_fp32_param(parameter, access.safe_get_full_fp32_param(parameter))
     with GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
         parameter.zero_()
-    job.engine.module_state_dict()
+    state = job.engine.module_state_dict()
     with torch.no_grad():
         job.engine(ids(), targets=ids())  # which nobody waits for
-    for each in job.engine.buckets:
-        each.load(lambda segment: torch.zeros(segment.shape))
+    access.load_state_dict(job.engine.module, job.engine.buckets, state)
 
 
 def save(job: Job, in_background: bool) -> None:

@@ -24,7 +24,7 @@ from megazero.checkpoint.training_state import Place, TrainingState, rng_states
 from megazero.checkpoint.writer import Piece, Snapshot, States
 from megazero.zero.bucket import MASTER, Bucket
 from megazero.zero.home import Vector
-from megazero.zero.layout import Segment
+from megazero.zero.layout import ALIGNMENT, Segment
 from megazero.zero.sliced import Counters
 
 Keys = dict[Bucket, list[str]]  # the names of the optimizer's states; {} where none is saved
@@ -124,7 +124,8 @@ def _pieces(state: TrainingState, keys: Keys, places: Places, kept: set[str]) ->
     rank, found = state.groups.model_parallel_rank, {}
     for bucket in state.buckets:
         for segment in (s for s in bucket.layout.segments if s.name in kept):
-            start, stop = bucket.saved_part(segment)
+            low, high = segment.clip(*bucket.channel.portion(bucket.layout.numel, ALIGNMENT))
+            start, stop = low - segment.start, high - segment.start
             if start < stop and (rank == 0 or segment.name in state.partitions):
                 name, _, _, first = places[segment.name]
                 piece = Piece(name, rank, first + start, first + stop, segment.name)

@@ -139,7 +139,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Writes the fp32 master weight, and the parameter that the model reads. Every rank calls it with the same full values."""
     bucket, segment, _ = _to_set(param, "safe_set_full_fp32_param", value)
     with bucket.master_to_write() as master:
-        bucket.write(master, segment, value)
+        _set_full(bucket.owned_part(master, segment), value)
     bucket.publish_master()
 
 
@@ -166,7 +166,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
             "safe_set_full_grad: there is no gradient; call it between engine.backward() and engine.step()."
         )
     with bucket.gradient.at_hand(writes=True) as owned:
-        bucket.write(owned, segment, _summed(value, place))
+        _set_full(bucket.owned_part(owned, segment), _summed(value, place))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -229,6 +229,12 @@ def _set_state(place: _Place, key: str, values: Tensor, first: int) -> None:
         with optimizer.state_at_hand(tile, [key], writes=True) as states:
             for view, part in optimizer.parts_of(states, tile, key, segment):
                 view.copy_(values[part.start - first : part.stop - first])
+
+
+def _set_full(part: tuple[Tensor, slice], values: Tensor) -> None:
+    """Writes this rank's part, which lies there in the flattened parameter, of a parameter's full values."""
+    mine, place = part
+    mine.detach().copy_(values.reshape(-1)[place])
 
 
 def _set_local(part: Tensor, values: Tensor) -> None:
@@ -345,7 +351,11 @@ def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, A
         values = {id(value): state[name] for name, value in known.items() if name in state}
         saved = {own: values.get(id(p)) for bucket in buckets for own, p in bucket.parameters.items()}
         for bucket in buckets:
-            bucket.load(lambda segment: saved[segment.name])
+            for tile in bucket.tiles:
+                for segment, part, start in bucket.weight_parts(tile):
+                    if (value := saved[segment.name]) is not None:
+                        part.copy_(value.reshape(-1)[start : start + part.numel()])
+            bucket.publish_master()
 
 
 def ids_of_parameters(buckets: list[Bucket]) -> set[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megazero.comm import Channel
 from megazero.zero.gradient import Gradient
 from megazero.zero.home import Home, MemoryHome, Vector, moved
-from megazero.zero.layout import ALIGNMENT, NO_GROUP, Segment
+from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.link import Link
 from megazero.zero.parameter import asked_directly
 from megazero.zero.registry import set_bucket
@@ -426,11 +426,6 @@ class Bucket:
         """One parameter's part of a tensor of the owned range: a 1-D view, and where it lies in the flattened parameter."""
         return part_of(owned, self.owned_range.start, segment)
 
-    def write(self, owned: Tensor, segment: Segment, values: Tensor) -> None:
-        """Writes this rank's part of one parameter's full `values` into a tensor of the owned range."""
-        part, place = self.owned_part(owned, segment)
-        part.detach().copy_(values.reshape(-1)[place])
-
     def weight_parts(self, tile: Tile) -> Iterator[tuple[Segment, Tensor, int]]:
         """The views to fill when loading one of the `tiles`: segment, 1-D view of its part here, where that begins in it.
 
@@ -444,20 +439,6 @@ class Bucket:
                 part, place = part_of(values, self.owned_range.start + tile.start, segment)
                 if part.numel():
                     yield segment, part.detach(), place.start
-
-    def load(self, values_of: Callable[[Segment], Tensor | None]) -> None:
-        """Replaces the parameters' values with full ones, equal on every rank; None leaves a parameter unchanged. Collective."""
-        for tile in self.tiles:
-            for segment, part, start in self.weight_parts(tile):
-                values = values_of(segment)
-                if values is not None:
-                    part.copy_(values.reshape(-1)[start : start + part.numel()])
-        self.publish_master()
-
-    def saved_part(self, segment: Segment) -> tuple[int, int]:
-        """[start, stop) of the flattened parameter that this rank saves: what lies in its shard, even if nothing is sharded."""
-        low, high = segment.clip(*self.channel.portion(self.layout.numel, ALIGNMENT))
-        return low - segment.start, high - segment.start
 
     @property
     def nbytes(self) -> dict[str, int]:

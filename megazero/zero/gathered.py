@@ -14,6 +14,7 @@ from megazero.logging import some
 from megazero.zero.bucket import Bucket
 from megazero.zero.external import register_external_parameter
 from megazero.zero.registry import bucket_of
+from megazero.zero.storage import is_same_view
 
 MOST_NAMED = 8  # parameters or units, in one error
 
@@ -111,9 +112,7 @@ class GatheredParameters:
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         """Keeps the modifier rank's changes, and releases."""
         changed: set[str] = set()
-        weights = [bucket.weights for bucket in self.buckets]
-        assigned = [each.assigned() for each in weights]  # all before any write: one may be a view of another
-        reshaped = [name for each, new in zip(weights, assigned, strict=True) for name in each.write(new)]
+        reshaped = self._take_assigned()
         for values, before in self._before if kind is not None else []:
             values.copy_(before)
         self._before = []
@@ -149,6 +148,24 @@ class GatheredParameters:
                 "Resize (as resize_token_embeddings does) before zero.Init or initialize shards the model, or after "
                 "engine.destroy(); or assign a new nn.Parameter to the module, before initialize."
             )
+
+    def _take_assigned(self) -> list[str]:
+        """Writes what was assigned to parameters' `data` into P, of which they are views again.
+
+        Returns:
+            Names of parameters that were given data of another shape, which is left out.
+        """
+        assigned: list[tuple[str, Tensor, Tensor]] = []  # copies, all before any write: one may be a view of another
+        for bucket in self.buckets:
+            for name, parameter in bucket.parameters.items():
+                view = bucket.weights.views[name]
+                if not is_same_view(parameter, view):
+                    assigned.append((name, view, parameter.detach().clone()))
+                    parameter.data = view
+        for _, view, value in assigned:
+            if value.shape == view.shape:
+                view.copy_(value)
+        return [name for name, view, value in assigned if value.shape != view.shape]
 
     def _to_send(self, bucket: Bucket) -> list[Tensor]:
         """The parts of P that the modifier rank sends. If P is not sharded, other contexts may be open on the rest of it."""

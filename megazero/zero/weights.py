@@ -8,7 +8,7 @@ takes another storage, and graphs from before keep the values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -21,7 +21,7 @@ from megazero.zero.arrival import Arrival
 from megazero.zero.home import Home, MemoryHome, Vector, moved
 from megazero.zero.layout import Segment
 from megazero.zero.parameter import ArrivingParameter, ReleasedParameter, asked_directly
-from megazero.zero.storage import is_same_view, view_of
+from megazero.zero.storage import view_of
 from megazero.zero.units import BucketPlan
 
 ON_THE_WAY = 2**31  # added to the versions of parameters that no backward may read yet; other versions are lower
@@ -176,23 +176,6 @@ class Weights:
         with asked_directly():
             increment_version([parameter for parameter in self.parameters.values() if parameter.requires_grad])
         self.mark_unwritten()
-
-    def assigned(self) -> dict[str, Tensor]:
-        """Copies of what was assigned to whole parameters' `data`, by name; makes these parameters views of P again."""
-        found = {}
-        for name, parameter in self.parameters.items():
-            view = self.views[name]
-            if not is_same_view(parameter, view):
-                found[name] = parameter.detach().clone()
-                parameter.data = view
-        return found
-
-    def write(self, values: Mapping[str, Tensor]) -> list[str]:
-        """Writes parameters' values into a whole P. Values of another shape are left out, and their names returned."""
-        for name, value in values.items():
-            if value.shape == self.views[name].shape:
-                self.views[name].copy_(value)
-        return [name for name, value in values.items() if value.shape != self.views[name].shape]
 
     def exchange(self) -> None:
         """Starts to bring the other ranks' parts of a whole P to this rank; `wait_gathered` finishes."""
