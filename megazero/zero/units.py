@@ -239,19 +239,20 @@ def share_buckets(plans: Sequence[BucketPlan], most_numel: int) -> list[BucketPl
     Args:
         plans: one or more for each unit, in the order of backward. Parameters of units that are merged must not be sharded.
     """
-    sizes: dict[int, int] = {}
+    sizes: Counter[int] = Counter()
     for plan in plans:
         if plan.is_trainable and plan.unit != ROOT:
-            sizes[plan.unit] = sizes.get(plan.unit, 0) + plan.layout.numel
+            sizes[plan.unit] += plan.layout.numel
     last_of: dict[int, int] = {}  # for each unit, the last of the units that share a bucket with it
-    last, held = ROOT, most_numel
+    last, room = ROOT, 0  # elements that may join the last unit's
     for unit, numel in sizes.items():
-        last, held = (last, held + numel) if held + numel <= most_numel else (unit, numel)
-        last_of[unit] = last
+        if numel > room:
+            last, room = unit, most_numel
+        last_of[unit], room = last, room - numel
     together: dict[tuple[object, ...], list[BucketPlan]] = {}
     for plan in plans:
-        last = last_of[plan.unit] if plan.is_trainable and plan.unit != ROOT else plan.unit
-        kind = last, plan.dtype, plan.is_trainable, plan.sharding, plan.has_matrices
+        place = last_of.get(plan.unit, ROOT) if plan.is_trainable else plan.unit
+        kind = place, plan.dtype, plan.is_trainable, plan.sharding, plan.has_matrices
         together.setdefault(kind, []).append(plan)
     return [_joined(several[::-1]) if len(several) > 1 else several[0] for several in together.values()]
 
