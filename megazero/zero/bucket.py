@@ -216,7 +216,7 @@ class Bucket:
 
     def refuse_if_held(self, what: str) -> None:
         """Raises if a GatheredParameters context is open, because leaving it would bring back the old values."""
-        if self.weights.is_held and self.weights.is_sharded:
+        if self.weights.is_held:
             raise RuntimeError(
                 f"{what} inside of GatheredParameters, which holds unit {self.name!r}: its end would undo it. Leave it first."
             )

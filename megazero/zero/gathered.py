@@ -76,7 +76,7 @@ class GatheredParameters:
     def __enter__(self) -> None:
         """Gathers the parameters."""
         for bucket in self.buckets:
-            if bucket.weights.is_held and bucket.sharding.parameters:
+            if bucket.weights.is_held:
                 raise RuntimeError(
                     f"GatheredParameters: the parameters of unit {bucket.name!r} are gathered by an enclosing context already, "
                     "and the inner one would release them under it. Use one context for all."
@@ -107,7 +107,7 @@ class GatheredParameters:
                 bucket.weights.release()
             raise
         for bucket in self.buckets:
-            bucket.weights.is_held = True
+            bucket.weights.is_held = bucket.sharding.parameters
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         """Keeps the modifier rank's changes, and releases."""

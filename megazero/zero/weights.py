@@ -42,7 +42,7 @@ class Weights:
             as it is gathered.
         is_gathered: P is whole on this rank.
         is_offloaded: the shard was given another home than the device's; on a CPU that home may be the same memory.
-        is_held: a GatheredParameters context is open on P.
+        is_held: P is sharded, and a GatheredParameters context is open on it.
         is_lent: a script may have views of P as it is gathered now, such as a state dictionary, whose memory `release` leaves.
         is_kept: a graph made by a backward (create_graph) reads P, so P stays whole until its values change.
     """
