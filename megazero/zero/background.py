@@ -29,13 +29,12 @@ class BackgroundUpdate:
         buckets: the buckets to update, in this order; the update takes their gradients from them.
         factor: multiplies the mean gradients.
         staged: receives the new weights of each bucket; without it they go to P.
+        stream: for the copies that it starts; by default the one that a thread has anyway.
         done: called in the thread with each bucket that has its new weights.
 
     Attributes:
         has_failed: `finish` may not be called again: it has raised, or was interrupted where it cannot go on.
     """
-
-    _stream: torch.cuda.Stream | None = None  # for the copies that it starts; None: the one that a thread has anyway
 
     def __init__(
         self,
@@ -44,10 +43,11 @@ class BackgroundUpdate:
         factor: float,
         *,
         staged: Mapping[Bucket, Tensor] | None = None,
+        stream: torch.cuda.Stream | None = None,
         done: Callable[[Bucket], None] = lambda _: None,
     ) -> None:
         self._gradients = {bucket: bucket.gradient.take() for bucket in buckets}
-        self._device = buckets[0].device
+        self._device, self._stream = buckets[0].device, stream
         update = Update(optimizer, self._gradients, factor, in_background=True, staged=staged, done=done)
         self.has_failed = False
         self._error: BaseException | None = None
@@ -147,13 +147,13 @@ class OverlappedUpdate(BackgroundUpdate):
     def __init__(
         self, optimizer: BucketOptimizer, buckets: Sequence[Bucket], factor: float, stream: torch.cuda.Stream | None
     ) -> None:
-        self._left, self._stream = deque(buckets), stream
+        self._left = deque(buckets)
         self._done: queue.SimpleQueue[tuple[Bucket, torch.cuda.Event | None] | None] = queue.SimpleQueue()
         for bucket in buckets:
             bucket.retire()
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-        super().__init__(optimizer, buckets, factor, done=self._tell)
+        super().__init__(optimizer, buckets, factor, stream=stream, done=self._tell)
         for bucket in buckets:
             bucket.is_updating = True
 
