@@ -177,8 +177,9 @@ class Bucket:
     # master weights -> P, after an update or after they were set:
     #     write_back          one tile of this rank; write_back_all: all its tiles
     #     p_to_write          a tile whose new values the caller writes there itself
+    #     write_staged        all tiles at once, from `staging`
     #     publish             then, once: the other ranks' values, which `wait_gathered` waits for, or the next gather brings
-    #     publish_master      both
+    #     publish_master      write_back_all, and publish
 
     def adopt_gathered(self) -> None:
         """After the user has written to gathered parameters: keeps the new values in this rank's shard and master weights."""
