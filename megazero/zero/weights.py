@@ -142,20 +142,21 @@ class Weights:
         if self._arrival.ahead is not None:
             self._arrival.settle()
         self.wait_gathered()
-        if self.is_gathered:
-            self.is_gathered = False
-            for parameter in self.parameters.values():
-                parameter.data = self._empty
-                parameter.__class__ = ReleasedParameter
-            if self.is_lent or not self.flat.untyped_storage().resizable():  # as torch says where numpy has the memory
-                self._take_other_storage()
-            self.flat.untyped_storage().resize_(0)
-            if self._versions != self._current_versions():
-                raise RuntimeError(
-                    f"A parameter of unit {self.name!r} was written to in place while it was gathered. It is sharded, so the "
-                    "change is lost. Write inside of `with megazero.zero.GatheredParameters(params, modifier_rank=0):`, or use a "
-                    "stage below 3."
-                )
+        if not self.is_gathered:
+            return
+        self.is_gathered = False
+        for parameter in self.parameters.values():
+            parameter.data = self._empty
+            parameter.__class__ = ReleasedParameter
+        if self.is_lent or not self.flat.untyped_storage().resizable():  # as torch says where numpy has the memory
+            self._take_other_storage()
+        self.flat.untyped_storage().resize_(0)
+        if self._versions != self._current_versions():
+            raise RuntimeError(
+                f"A parameter of unit {self.name!r} was written to in place while it was gathered. It is sharded, so the "
+                "change is lost. Write inside of `with megazero.zero.GatheredParameters(params, modifier_rank=0):`, or use a "
+                "stage below 3."
+            )
 
     @torch.inference_mode(False)
     @torch.no_grad()
