@@ -61,7 +61,8 @@ class Gradient:
 
     def at_hand(self, writes: bool = False) -> AbstractContextManager[Tensor]:
         """`owned` as a tensor for a `with` block, where the optimizer computes; changes are kept if `writes`."""
-        self._norms = None if writes else self._norms
+        if writes:
+            self._norms = None
         return self.owned.at_hand(writes=writes)
 
     def norms(self) -> list[tuple[Span, Tensor]]:

@@ -7,6 +7,7 @@ the torch optimizer, or on the host by a kernel of `optim.adam_kernels`. Each fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -167,13 +168,13 @@ class BucketOptimizer(SlicedOptimizer):
         """
         self.refuse_unfit(later)
         norm = self.grad_norm()
-        self.overflow = not norm < float("inf")  # also true for NaN
+        self.overflow = not math.isfinite(norm)
         if not self.overflow:
-            late = self._late
+            late = [] if self._is_first else self._late
             if self._is_first:
                 # Moments are made, and stay: torch would cut up the blocks that activations come back for.
                 torch.cuda.empty_cache()
-                late, self._is_first = [], False
+                self._is_first = False
             clip = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
             factor = clip / self.cur_scale
             self.is_torn = True
