@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,6 +141,59 @@ def test_a_python_file_is_a_configuration(one_rank, tmp_path: Path):
     engine.backward(loss)
     engine.step()
     assert engine.model.engine.global_steps == 1
+
+
+def test_the_engine_sets_the_mode_and_discards_gradients_but_of_an_update_that_accumulates(one_rank, caplog):
+    caplog.set_level(logging.INFO, logger="megazero")
+    colossalai.launch_from_torch({"zero": zero_config(), "gradient_accumulation": 2}, verbose=False)
+    assert not caplog.messages
+    gpc.config.more = {"inner": 1}
+    assert gpc.config.more.inner == 1
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = colossalai.initialize(model, optimizer, nn.CrossEntropyLoss())
+    for is_set in (engine.eval, engine.train):
+        is_set()
+        assert {part.training for part in model.modules()} == {is_set == engine.train}
+
+    def changes(*gradients: bool) -> bool:
+        """Whether the weights change in an update whose batches have such gradients, after others that are discarded."""
+        before = model.layers[0].bias.clone()
+        engine.backward(engine(torch.ones(2, 6)).float().sum())
+        for has_gradients in gradients:
+            engine.zero_grad()
+            engine.backward(engine(torch.ones(2, 6)).float().sum() * has_gradients)
+            engine.step()
+        return not torch.equal(before, model.layers[0].bias)
+
+    assert changes(True, False) and not changes(False, False)
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "found"),
+    [
+        (([1.0], 2.0), {}, (2.0, 2.0, 4.0, True)),
+        (([1.0], 2.0), {"forward_only": True}, (2.0, 2.0, 4.0, False)),
+        (([1.0], 2.0), {"return_loss": False}, (2.0, 2.0, None, True)),
+        (([1.0], 2.0), {"forward_only": True, "return_loss": False}, (2.0, 2.0, None, False)),
+        (([1.0], 2.0), {"return_output_label": False}, (None, None, 4.0, True)),
+        ({"x": 1.0}, {}, (2.0, None, 2.0, True)),
+        ([1.0, 5.0, 7.0], {}, (14.0, None, 14.0, True)),
+    ],
+)
+def test_a_batch_of_any_form_gives_what_is_asked_for(one_rank, batch, options, found):
+    backwards, weight = [], torch.tensor(1.0, requires_grad=True)
+
+    def model(x, *more):
+        return (x + 1 + sum(more)) * weight
+
+    def criterion(output, label=1.0):
+        return output * label
+
+    engine = colossalai.Engine(model, SimpleNamespace(backward=backwards.append), criterion)
+    output, label, loss = engine.execute_schedule(iter([batch]), **options)
+    assert (output, label, loss, bool(backwards)) == found
+    assert loss is None or not loss.requires_grad
 
 
 def test_what_cannot_be_obeyed_is_named(one_rank):
