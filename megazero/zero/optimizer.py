@@ -307,14 +307,17 @@ class BucketOptimizer(SlicedOptimizer):
         return float((total.sqrt() / self.cur_scale).float())
 
     def _first_not_finite(self) -> str:
-        """The first parameter, in backward order, whose gradient is inf or NaN, and the rank that saw it. Collective."""
+        """The first parameter, in backward order, whose gradient is inf or NaN, and which rank's part of the sum. Collective.
+
+        It is not known which ranks' own gradients were: the reduction has added them.
+        """
         mine: tuple[int, str] | None = None  # the place of its bucket, and what to call it
         for place, bucket in enumerate(self._trained):
             with bucket.gradient.at_hand() as owned:
                 parts = {segment.name: bucket.owned_part(owned, segment)[0] for segment in bucket.layout.segments}
                 name = next((name for name, part in parts.items() if not bool(torch.isfinite(part).all())), None)
             if name is not None:
-                mine = (place, f"{name} (rank {torch.distributed.get_rank()})")
+                mine = (place, f"{name} (rank {torch.distributed.get_rank()}'s part)")
                 break
         found = filter(None, comm.all_gathered_objects(mine))
         return min(found, key=itemgetter(0), default=(0, "no single parameter"))[1]

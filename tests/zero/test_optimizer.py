@@ -386,7 +386,7 @@ def not_finite_case() -> None:
         model[0].weight,
     ):  # in the second rank's shard of the first bucket, the first's of the last
         utils.safe_set_full_grad(parameter, torch.full_like(parameter, float("inf")))
-    assert engine.optimizer._first_not_finite() == "1.bias (rank 1)"
+    assert engine.optimizer._first_not_finite() == "1.bias (rank 1's part)"
 
 
 def test_an_overflow_is_said_to_be_where_backward_came_first_whichever_rank_has_it():
