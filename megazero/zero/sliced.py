@@ -108,11 +108,11 @@ class SlicedOptimizer:
                 f"{type(self.torch_optimizer).__name__} makes its state when it is built, which needs all of it in memory. Use "
                 "another optimizer (AdamW), or a home in memory: --offload-optimizer cpu (offload_optimizer.device)."
             )
+        for piece in self.slices:
+            self.adopt_state(piece)
         at_birth = states[0].items() if states else ()
         self._flat_at_birth = {key: float(value[0]) for key, value in at_birth if _is_flat(value)}
         self._scalars_at_birth = {key: _as_number(value) for key, value in at_birth if not _is_flat(value)}
-        for piece in self.slices:
-            self.adopt_state(piece)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -304,6 +304,8 @@ class SlicedOptimizer:
                     f"{some(_names_in(piece))}: states have one number for each element, or one for all of them, so that "
                     "they can be cut and saved. Use another optimizer."
                 )
+            if _is_flat(value) and value.numel() == 1 < numel:
+                state[key] = value = value.reshape(())  # one for all, which a vector would not be
             if not _is_flat(value) or _is_in_memory_of(bucket, key, piece, value):
                 continue
             if states and key in states:

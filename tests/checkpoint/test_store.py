@@ -635,7 +635,9 @@ def test_states_of_16_bits_and_settings_that_json_has_not(one_rank, tmp_path):
 
 
 class Adam(torch.optim.Optimizer):
-    """Of a library that counts in an int; and with a scalar tensor."""
+    """Of a library that counts in an int; and with a tensor of one number."""
+
+    shape = ()
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -648,11 +650,13 @@ class Adam(torch.optim.Optimizer):
                 for key in ("exp_avg", "exp_avg_sq"):
                     state.setdefault(key, torch.zeros_like(p))
                 state["step"] = state.get("step", 0) + 1
-                state["weight"] = 0.999 * state.get("weight", torch.zeros(())) + 1
+                state["weight"] = 0.999 * state.get("weight", torch.zeros(self.shape)) + 1
                 p.sub_(p.grad, alpha=0.1 * (1 - 0.999 ** state["step"]))
 
 
-def test_a_count_that_is_an_int_stays_one(one_rank, tmp_path):
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_count_that_is_an_int_stays_one(one_rank, monkeypatch, tmp_path, shape):
+    monkeypatch.setattr(Adam, "shape", shape)
     engine = simple_engine(optimizer=Adam)
     for _ in range(3):
         one_step(engine)
@@ -663,7 +667,9 @@ def test_a_count_that_is_an_int_stays_one(one_rank, tmp_path):
         each.module[0].requires_grad_(False)  # the states move to other slices
         one_step(each)
         assert {type(state["step"]) for state in each.optimizer.state.values()} == {int}
-        assert {state["weight"].dtype for state in each.optimizer.state.values()} == {torch.float32}
+        assert {(state["weight"].dtype, state["weight"].numel()) for state in each.optimizer.state.values()} == {
+            (torch.float32, 1)
+        }
     assert loaded.optimizer.counters() == engine.optimizer.counters()
     assert torch.equal(loaded.module[1].weight, engine.module[1].weight)
     other = simple_engine()  # torch's AdamW counts in a tensor
