@@ -21,6 +21,14 @@ logger = logging.getLogger(__name__)
 
 # Of a StepReport: what is written under another name, or not at all.
 _NOT_SCALARS = ("iteration", "train_iters", "phases_s")
+_PHASES = (
+    "forward",
+    "backward",
+    "allreduce",
+    "optimizer",
+    "batch generator",
+    "data loader",
+)  # as in Megatron-LM's line
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,9 @@ class StepReport:
         )
 
     def phases_line(self) -> str:
-        """Milliseconds per iteration by phase."""
-        return "time (ms)" + "".join(f" | {name}: {seconds * 1e3:.2f}" for name, seconds in self.phases_s.items())
+        """Milliseconds per iteration by phase, in Megatron-LM's order; phases of a script's own come last."""
+        names = [name for name in dict.fromkeys((*_PHASES, *self.phases_s)) if name in self.phases_s]
+        return "time (ms)" + "".join(f" | {name}: {self.phases_s[name] * 1e3:.2f}" for name in names)
 
     def scalars(self) -> dict[str, float]:
         """The known values of the report, as flat numbers by name."""
