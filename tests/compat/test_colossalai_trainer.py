@@ -101,7 +101,6 @@ def fit_case(accumulation: int, clip: float) -> None:
     torch.testing.assert_close(engine.model.state_dict(), weights, rtol=1e-3, atol=1e-4)
     assert trainer.cur_step == 6 and trainer.cur_epoch == 2
     assert recorder.points.count("after_train_iter") == 6 and recorder.points.count("after_test_iter") == 2
-    assert recorder.points[:3] == ["after_hook_is_attached", "before_train", "before_train_epoch"]
     assert set(trainer.states["metrics"]) == {"train", "test"}
     trainer.evaluate(test, hooks=[losses])
     x, y = data(7).tensors
@@ -212,6 +211,50 @@ def test_what_cannot_be_obeyed_is_named(one_rank):
         colossalai.initialize(Net, HybridAdam)
     with pytest.raises(AttributeError, match="EPOCHS"):
         _ = gpc.config.EPOCHS
+
+
+class Noted:
+    """An engine and a logger that note what is called."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def __getattr__(self, name: str):
+        def call(*texts, **_) -> tuple:
+            self.calls.append(texts[0] if name == "info" else name)
+            return None, None, torch.tensor(1.0)
+
+        return call
+
+
+def test_a_trainer_calls_engine_and_hooks_in_this_order(one_rank):
+    recorder = Recorder()
+    engine = Noted(recorder.points)
+    trainer = colossalai.Trainer(engine, logger=engine)
+    begin, one_batch = ["after_hook_is_attached"], ["before_train_iter", "zero_grad", "execute_schedule", "step"]
+    evaluation = ["eval", "before_test", "before_test_epoch"]
+    evaluation += ["before_test_iter", "execute_schedule", "after_test_iter"] * 3
+    evaluation += ["after_test_epoch", "after_test"]
+
+    def epoch(batches: int) -> list[str]:
+        of_batches = [*one_batch, "after_train_iter"] * batches
+        return ["train", "before_train_epoch", *of_batches, "after_train_epoch"]
+
+    trainer.fit(range(4), epochs=2, test_dataloader=range(3), test_interval=2, hooks=[recorder])
+    assert recorder.points == [*begin, "before_train", *epoch(4), *evaluation, *epoch(4), "after_train"]
+    recorder.points.clear()
+    trainer.states["of"] = "the call before"
+    trainer.fit(range(4), epochs=9, max_steps=10, hooks=[recorder])
+    told = "max_steps 10 is reached, training ends"
+    assert recorder.points == [*begin, "before_train", *epoch(2), told, "after_train"] and not trainer.states
+    recorder.points.clear()
+    trainer.evaluate(range(3), hooks=[recorder])
+    assert recorder.points == [*begin, *evaluation]
+    recorder.points.clear()
+    trainer.predict(torch.ones(1))
+    assert recorder.points == ["eval", "execute_schedule"]
+    with pytest.raises(ValueError, match="timer=.* cannot be obeyed"):
+        colossalai.Trainer(engine, timer=engine)
 
 
 class WithLoss(Net):
