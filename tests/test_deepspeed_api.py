@@ -423,6 +423,27 @@ def test_configuration_sources(one_rank, tmp_path):
             deepspeed.initialize(**{"model": make_model(), **wrong})
 
 
+def test_the_oldest_spelling_of_the_flags_is_understood_and_told(one_rank, tmp_path, caplog):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepscale", "--deepspeed_mpi", "--deepscale_config", str(path)])
+    engine, *_ = deepspeed.initialize(args=args, model=make_model())
+    assert engine.train_micro_batch_size_per_gpu() == 2
+    assert "--deepscale_config is an old spelling of --deepspeed_config" in caplog.text
+
+
+@pytest.mark.parametrize(("dtype", "section"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16")])
+def test_a_trained_16_bit_model_needs_a_configuration_that_says_so_and_a_frozen_part_none(one_rank, dtype, section):
+    model = make_model()
+    model[0].to(dtype)
+    with pytest.raises(DeepSpeedConfigError, match=f'0.weight.*{dtype}, but neither.* Add "{section}": '):
+        deepspeed.initialize(model=model, config=CONFIG)
+    model[0].requires_grad_(False)
+    deepspeed.initialize(model=model, config=CONFIG)
+    assert (model[0].weight.dtype, model[2].weight.dtype) == (dtype, torch.float32)
+
+
 def test_mistakes_are_named_before_anything_is_built(one_rank):
     model = make_model()
     with pytest.raises(DeepSpeedConfigError, match="not a parameter of the model"):

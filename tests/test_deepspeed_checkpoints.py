@@ -310,6 +310,22 @@ def test_every_rank_hears_that_the_first_one_has_no_memory_for_the_whole_model(t
     assert torch.load(tmp_path / "pytorch_model.bin", weights_only=True)["0.weight"].shape == (9, 7)
 
 
+def test_save_16bit_model_makes_its_folder_and_says_when_it_writes_nothing(one_rank, tmp_path, caplog):
+    engine = make_engine(3)
+    assert engine.save_16bit_model(str(tmp_path / "none")) is False and not (tmp_path / "none").exists()
+    assert "save_16bit_model wrote nothing: set stage3_gather_16bit_weights_on_model_save" in caplog.text
+    engine.destroy()
+    engine = make_engine(1)
+    train(engine, 1)
+    assert engine.save_16bit_model(str(tmp_path / "a" / "b")) is True
+    assert torch.equal(torch.load(tmp_path / "a/b/pytorch_model.bin")["0.weight"], engine.module[0].weight)
+    engine.module[0].weight = torch.nn.Parameter(torch.zeros(9, 7))
+    with pytest.raises(RuntimeError, match=r"save_16bit_model\(\)"):
+        engine.save_16bit_model(str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"load_module_state_dict\(\)"):
+        engine.load_module_state_dict({})
+
+
 def long_write_case(folder: str) -> None:
     engine, together, limits = make_engine(1), comm.together, []
     comm.together = lambda action, group=None: (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -140,6 +141,32 @@ def test_a_rank_that_sees_its_own_gpu_alone_may_have_any_number(one_rank, monkey
 def test_a_batch_norm_computes_in_fp16(one_rank):
     model, _ = initialize_engine(lambda: nn.BatchNorm1d(5), 0, {"fp16": {"enabled": True}})
     assert model(torch.randn(4, 5)).dtype == model.module.running_mean.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("config", "inits"),
+    [
+        ({}, [None]),
+        ({"fp16": {"enabled": True}}, [torch.float16]),
+        ({"fp16": {"loss_scale": 0}}, [None]),
+        ({"release_after_init": True}, []),
+    ],
+    ids=str,
+)
+def test_a_model_is_sharded_while_it_is_built_unless_it_is_to_be_afterwards(one_rank, monkeypatch, config, inits):
+    found = []
+    monkeypatch.setattr(patrickstar.zero, "Init", lambda dtype: found.append(dtype) or nullcontext())
+    model, _ = initialize_engine(lambda: model_func().eval(), 0, config)
+    assert found == inits and model.training and model.module.training
+
+
+def test_a_state_dict_goes_where_torch_asks_for_it_and_a_closure_is_refused(one_rank):
+    model, optimizer = initialize_engine(model_func, 0)
+    given = {"kept": 1}
+    assert model.state_dict(destination=given, prefix="net.") is given
+    assert set(given) == {"kept", *("net." + name for name in model.state_dict())}
+    with pytest.raises(ValueError, match="takes no closure"):
+        optimizer.step(lambda: 1.0)
 
 
 def test_a_backward_takes_the_place_of_the_one_before(one_rank):
