@@ -35,16 +35,16 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors inside nested lists, tuples, dicts and objects with attributes (dataclasses); each object is visited once."""
-    yield from _walk(value, set())
+    yield from _walk(value, {})
 
 
-def _walk(value: Any, seen: set[int]) -> Iterator[Tensor]:
+def _walk(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
     if value is None or isinstance(value, (str, bytes, int, float, complex, type)) or id(value) in seen:
         return
-    seen.add(id(value))
+    seen[id(value)] = value  # held, as the id of what is freed would come back for another object
     if isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
             yield from _walk(item, seen)

@@ -1,0 +1,36 @@
+"""Tensors inside nested containers."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megazero.nested import tensors_in
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: Tensor
+
+
+class Made(dict):
+    """Makes its values when they are asked for."""
+
+    def values(self):
+        return ([x] for x in super().values())
+
+
+@pytest.mark.parametrize(
+    "nested",
+    [
+        lambda tensors: [Slotted(x) for x in tensors],
+        lambda tensors: [(Slotted if i % 2 else SimpleNamespace)(x=x) for i, x in enumerate(tensors)],
+        lambda tensors: Made(enumerate(tensors)),
+    ],
+)
+def test_every_tensor_is_found_once(nested):
+    tensors = [torch.zeros(1) for _ in range(9)]
+    value = nested(tensors)
+    assert list(map(id, tensors_in([value, value]))) == list(map(id, tensors))
