@@ -50,6 +50,7 @@ class Reader:
         content: of index.json, as bytes.
         index: the same, parsed.
         tensors: what the index says of every parameter and buffer, by name.
+        aliases: further names of tied ones -> the name in `tensors`.
         nbytes: of all files together.
 
     Raises:
@@ -78,6 +79,8 @@ class Reader:
                 raise ValueError(f"{len(self.files)} files cannot be those of {self.size} tensor-parallel ranks")
         with self.well_formed("tensors"):
             self.tensors = {name: self._parse_entry(name, saved) for name, saved in self.index["tensors"].items()}
+        with self.well_formed("aliases"):
+            self.aliases = {alias: str(name) for alias, name in self.index.get("aliases", {}).items()}
         if content is None:
             for file in self.files:
                 file.check_size()

@@ -45,10 +45,8 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
         CheckpointError: it is damaged.
         ValueError: it is of another model, or of another optimizer.
     """
-    with reader.well_formed("aliases"):
-        aliases = {alias: str(name) for alias, name in reader.index.get("aliases", {}).items()}
-    places = {segment.name: _place(state, reader, aliases, segment) for segment in state.segments()}
-    buffers = [(_saved_name(reader, aliases, name), buffer) for name, buffer in state.buffers().items()]
+    places = {segment.name: _place(state, reader, segment) for segment in state.segments()}
+    buffers = [(_saved_name(reader, name), buffer) for name, buffer in state.buffers().items()]
     shapes = [(place.name, place.shape) for place in places.values()]
     _check_tensors(reader, [*shapes, *((name, tuple(buffer.shape)) for name, buffer in buffers)], strict)
     keys_of, counters = _saved_optimizer(state, reader, places) if with_optimizer else ({}, {})
@@ -234,15 +232,15 @@ def _load_rng(state: TrainingState, reader: Reader) -> None:
         )
 
 
-def _saved_name(reader: Reader, aliases: dict[str, str], name: str) -> str:
+def _saved_name(reader: Reader, name: str) -> str:
     """The name under which the checkpoint has a parameter or buffer: of what is tied, only one name is saved."""
-    return aliases[name] if name not in reader.tensors and aliases.get(name) in reader.tensors else name
+    return reader.aliases[name] if name not in reader.tensors and reader.aliases.get(name) in reader.tensors else name
 
 
-def _place(state: TrainingState, reader: Reader, aliases: dict[str, str], segment: Segment) -> Place:
+def _place(state: TrainingState, reader: Reader, segment: Segment) -> Place:
     """Where the checkpoint has a parameter: a tile in the whole layer's, unless it was saved by itself."""
     places = [
-        place._replace(name=_saved_name(reader, aliases, place.name))
+        place._replace(name=_saved_name(reader, place.name))
         for place in (state.place(segment), state.own_place(segment))
     ]
     return next((place for place in places if place.name in reader.tensors), places[0])

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -50,8 +50,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     reader = _open(checkpoint_dir, tag)
     found = {name: stored.read() for name, stored in _tensors(reader, exclude_frozen_parameters).items()}
-    aliases = reader.index.get("aliases", {})
-    return {**found, **{alias: found[name] for alias, name in aliases.items() if name in found}}
+    return _under_all_names(found, reader.aliases)
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -84,7 +83,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         OSError: a file could not be written; files appear under their names when they are whole.
     """
     reader, output = _open(checkpoint_dir, tag), Path(output_dir)
-    tensors, aliases = _tensors(reader, exclude_frozen_parameters), reader.index.get("aliases", {})
+    tensors, aliases = _tensors(reader, exclude_frozen_parameters), reader.aliases
     _announce(reader, output, tensors)
     if output.suffix in _FILE_SUFFIXES and not output.is_dir():
         with _folder_aside(output.parent) as folder:
@@ -106,6 +105,11 @@ def _tensors(reader: Reader, exclude_frozen: bool) -> dict[str, LazyTensor]:
     """What to write, by name."""
     kept = [name for name, entry in reader.tensors.items() if not (exclude_frozen and entry.kind == "frozen")]
     return {name: _fp32(reader, name) for name in kept}
+
+
+def _under_all_names(found: dict[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """What is found by one name, and for tied parameters by their further names too."""
+    return {**found, **{alias: found[name] for alias, name in aliases.items() if name in found}}
 
 
 def _fp32(reader: Reader, name: str) -> LazyTensor:
@@ -167,8 +171,7 @@ def _write_directory(
         if len(files) > 1:
             content = shard_index(files)
             if not safe_serialization:
-                file_of = content["weight_map"]
-                file_of.update({alias: file_of[name] for alias, name in aliases.items() if name in file_of})
+                content["weight_map"] = _under_all_names(content["weight_map"], aliases)
             with _synced(aside / index) as opened:
                 opened.write(json.dumps(content, indent=2).encode())
         # The index leads to the rest: gone first and back last, it never leads to files of two conversions.
@@ -194,9 +197,8 @@ def _write_file(path: Path, tensors: Mapping[str, LazyTensor], aliases: Mapping[
     for name, stored in tensors.items():
         values = torch.from_numpy(mapped[starts[name] : starts[name] + stored.nbytes])  # a storage of its own
         state[name] = values.view(stored.dtype).view(stored.shape)
-    state.update({alias: state[name] for alias, name in aliases.items() if name in state})
     with _synced(path) as opened:  # of a path, torch.save says nothing of a full disk
-        torch.save(state, opened)
+        torch.save(_under_all_names(state, aliases), opened)
 
 
 @contextmanager

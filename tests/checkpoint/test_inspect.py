@@ -181,6 +181,10 @@ def no_states(index):
     del index["tensors"]["norm"]["states"]
 
 
+def aliases_of_nothing(index):
+    index["aliases"] = ["head"]
+
+
 def other_file(index):
     index["files"]["../secret"] = index["files"].pop("rank_00003.safetensors")
 
@@ -202,6 +206,7 @@ def version_of_the_future(index):
         (same_bytes, "of norm and .* of norm overlap in it"),
         (other_rank, "malformed at norm: .* outside of the parameter"),
         (no_states, "index.json is malformed.*'states'"),
+        (aliases_of_nothing, "index.json is malformed at aliases"),
         (other_file, "'../secret' is no name of a file"),
         (client_state_of_the_future, "the client state holds .* 'hologram'"),
         (version_of_the_future, "has format megazero, version 3; this version reads"),

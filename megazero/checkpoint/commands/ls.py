@@ -104,7 +104,7 @@ def describe(reader: Reader) -> list[str]:
     lines = columns(("NAME", "KIND", "SHAPE", "DTYPE", "STATES"), rows)
     totals = [(kind, f"{count} tensors, {numels[kind]:,} elements") for kind, count in kinds.items()]
     totals += [(state, size(count)) for state, count in nbytes.items()]
-    totals += [(alias, f"is tied to {name}") for alias, name in reader.index.get("aliases", {}).items()]
+    totals += [(alias, f"is tied to {name}") for alias, name in reader.aliases.items()]
     for title, entries in (
         ("totals", totals),
         ("checkpoint", _facts(reader)),
