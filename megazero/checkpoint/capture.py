@@ -28,7 +28,7 @@ from megazero.zero.layout import ALIGNMENT, Segment
 from megazero.zero.sliced import Counters
 
 Keys = dict[Bucket, list[str]]  # the names of the optimizer's states; {} where none is saved
-Places = dict[str, Place]  # by the name that a parameter has in the module
+Places = dict[str, Place]  # of what is saved, by the name that a parameter has in the module
 
 
 def capture(
@@ -43,12 +43,7 @@ def capture(
     keys: Keys = state.optimizer.state_keys_everywhere(state.optimizer.buckets) if save_optimizer else {}
     counters = _counters(state) if save_optimizer else {}
     aliases = state.aliases()
-    kept = {
-        segment.name
-        for bucket in state.buckets
-        for segment in (bucket.trained_segments if exclude_frozen else bucket.layout.segments)
-    }
-    places = _places(state, keys, counters, aliases, kept)
+    places = _places(state, keys, counters, aliases, exclude_frozen)
     index = {
         "model_parallel_size": state.groups.model_parallel_size,
         "data_parallel_size": state.groups.data_parallel_size,
@@ -59,7 +54,7 @@ def capture(
         "counters": dict(state.counters),
         "loss_scaler": state.optimizer.loss_scaler.state_dict(),
         "aliases": aliases,
-        "tensors": _described(state, keys, places, kept),
+        "tensors": _described(state, keys, places),
         "optimizer": _optimizer(state, places, counters) if save_optimizer else None,
         "lr_scheduler": schedule,
         "client_state": client,
@@ -68,7 +63,7 @@ def capture(
     if torch.distributed.get_rank() == 0:
         blobs = {**blobs, **client_tensors, **schedule_tensors}
     # States that a rank has not trained yet are made, and one rank's memory may have no room for them.
-    pieces = comm.together(partial(_pieces, state, keys, places, kept))
+    pieces = comm.together(partial(_pieces, state, keys, places))
     return Snapshot(pieces, blobs), index
 
 
@@ -85,14 +80,16 @@ def _encoded(state: TrainingState, client_state: dict[str, Any]) -> tuple[tuple[
 
 
 def _places(
-    state: TrainingState, keys: Keys, counters: dict[str, Counters], aliases: dict[str, str], kept: set[str]
+    state: TrainingState, keys: Keys, counters: dict[str, Counters], aliases: dict[str, str], exclude_frozen: bool
 ) -> Places:
-    """Where every parameter is saved. A layer's tiles are saved each by itself where they are not alike, or one is tied."""
+    """What is saved, and where. A layer's tiles are saved each by itself where they are not alike, or one is tied."""
     found = {segment.name: state.place(segment) for segment in state.segments()}
     own = {segment.name: state.own_place(segment) for segment in state.segments()}
+    kept: set[str] = set()
     kinds: dict[str, list[Any]] = {}
     numels: Counter[str] = Counter()
     for bucket in state.buckets:
+        kept |= {s.name for s in (bucket.trained_segments if exclude_frozen else bucket.layout.segments)}
         for name in (segment.name for segment in bucket.layout.segments):
             kind = bucket.is_trainable, bucket.weights.flat.dtype, keys.get(bucket), counters.get(name), name in kept
             kinds.setdefault(found[name].name, []).append(kind)
@@ -100,17 +97,17 @@ def _places(
     apart = {place.name for place in found.values() if numels[place.name] != math.prod(place.shape)}
     apart |= {name for name, of_tiles in kinds.items() if any(kind != of_tiles[0] for kind in of_tiles)}
     apart |= {found[name].name for name in aliases.values() if name in found}
-    return {name: own[name] if place.name in apart else place for name, place in found.items()}
+    return {name: own[name] if place.name in apart else place for name, place in found.items() if name in kept}
 
 
-def _described(state: TrainingState, keys: Keys, places: Places, kept: set[str]) -> dict[str, TensorEntry]:
+def _described(state: TrainingState, keys: Keys, places: Places) -> dict[str, TensorEntry]:
     """Everything that is saved of the module, in its order."""
     found = {}
     for bucket in state.buckets:
         kind = "trained" if bucket.is_trainable else "frozen"
         trained = dict.fromkeys((MASTER, *keys.get(bucket, ())), torch.float32)
         states = trained if bucket.is_trainable else {CONSTANT: bucket.weights.flat.dtype}
-        for segment in (s for s in bucket.layout.segments if s.name in kept):
+        for segment in (s for s in bucket.layout.segments if s.name in places):
             place = places[segment.name]
             found[place.name] = TensorEntry(kind, place.shape, place.cut, states)
     for name, value in state.buffers().items():
@@ -119,11 +116,11 @@ def _described(state: TrainingState, keys: Keys, places: Places, kept: set[str])
     return {name: found[name] for name in [*(n for n in order if n in found), *found]}
 
 
-def _pieces(state: TrainingState, keys: Keys, places: Places, kept: set[str]) -> dict[Piece, States]:
+def _pieces(state: TrainingState, keys: Keys, places: Places) -> dict[Piece, States]:
     """This rank's shard of every bucket; what tensor-parallel ranks hold in common, and buffers, are saved by the first rank."""
     rank, found = state.groups.model_parallel_rank, {}
     for bucket in state.buckets:
-        for segment in (s for s in bucket.layout.segments if s.name in kept):
+        for segment in (s for s in bucket.layout.segments if s.name in places):
             low, high = segment.clip(*bucket.channel.portion(bucket.layout.numel, ALIGNMENT))
             start, stop = low - segment.start, high - segment.start
             if start < stop and (rank == 0 or segment.name in state.partitions):
@@ -195,10 +192,11 @@ def _optimizer(state: TrainingState, places: Places, found: dict[str, Counters])
     """Class and settings of the optimizer, the scalar state that most parameters have, and that of the others."""
     counts = Counter(tuple(sorted(counters.items())) for counters in found.values())
     common = dict(counts.most_common(1)[0][0]) if counts else {}
-    names = [s.name for bucket in state.buckets if bucket.is_trainable for s in bucket.layout.segments]
+    trained = [s.name for bucket in state.buckets if bucket.is_trainable for s in bucket.layout.segments]
+    by_name = {places[name].name: found.get(name) for name in trained if name in places}
     return {
         "type": type(state.optimizer.torch_optimizer).__name__,
         "counters": common,
-        "counters_of": {places[name].name: found.get(name) for name in names if found.get(name) != common},
+        "counters_of": {name: counters for name, counters in by_name.items() if counters != common},
         "groups": [plain_settings(group) for group in state.optimizer.param_groups],
     }
