@@ -135,9 +135,14 @@ def whole_index(parts: Iterable[dict[str, Any]], index: dict[str, Any]) -> dict[
         found = sum(stop - start for _, start, stop, _, _ in pieces[name])
         if found != entry.saved_numel:
             raise RuntimeError(f"the ranks have written {found} elements of {name}, which has {entry.saved_numel}")
-    head = {
-        **{"format": FORMAT, "format_version": FORMAT_VERSION, "block_bytes": tensor_file.BLOCK_BYTES},
-        **{"megazero_version": __version__, "torch_version": torch.__version__},
+    return {
+        **index,
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "block_bytes": tensor_file.BLOCK_BYTES,
+        "megazero_version": __version__,
+        "torch_version": torch.__version__,
+        "files": files,
+        "blobs": blobs,
+        "tensors": {name: entry.as_json(pieces[name]) for name, entry in entries.items()},
     }
-    tensors = {name: entry.as_json(pieces[name]) for name, entry in entries.items()}
-    return {**index, **head, "files": files, "blobs": blobs, "tensors": tensors}
