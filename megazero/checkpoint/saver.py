@@ -229,10 +229,9 @@ def _claim(folder: CheckpointFolder) -> str | None:
     """Claims the directory, and returns the name of a new file by which other ranks know it; None where it has been claimed."""
     if not folder.claim():
         return None
-    # A name that nobody has looked for, and that is cleared where this rank dies.
-    sign = f".{uuid.uuid4().hex}.partial"
-    (folder.path / sign).touch()
-    return sign
+    sign = folder.aside(uuid.uuid4().hex)  # nobody has looked for it, and it is cleared where this rank dies
+    sign.touch()
+    return sign.name
 
 
 def _forget_frames(error: BaseException) -> None:
