@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from megazero import comm
-from megazero.checkpoint.format import CONSTANT, RNG, SCHEDULE, is_count
+from megazero.checkpoint.format import RNG, SCHEDULE, is_count
 from megazero.checkpoint.plain import decode
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import Place, TrainingState, set_rng_states
 from megazero.logging import ALIKE, get_logger, some
 from megazero.optim.muon import MOMENTUM, Muon
-from megazero.zero.bucket import MASTER, Tile
+from megazero.zero.bucket import Tile
 from megazero.zero.layout import NO_GROUP, Segment
 from megazero.zero.sliced import Counters
 
@@ -111,8 +111,8 @@ def _saved_optimizer(
     optimizer = state.optimizer.torch_optimizer
     with reader.well_formed("optimizer"):
         saved, wanted = reader.index["optimizer"]["type"], type(optimizer).__name__
-    saved_keys = {name: sorted(entry.states.keys() - {MASTER, CONSTANT}) for name, entry in reader.tensors.items()}
-    keys_of = {name: saved_keys[place.name] for name, place in places.items() if place.name in saved_keys}
+    entries = {name: reader.tensors[place.name] for name, place in places.items() if place.name in reader.tensors}
+    keys_of = {name: sorted(entry.states.keys() - {entry.weight_state}) for name, entry in entries.items()}
     keys = {key for of_one in keys_of.values() for key in of_one}
     was_amsgrad, is_amsgrad = _MAXIMUM in keys, any(group.get("amsgrad") for group in optimizer.param_groups)
     is_alike = saved == wanted or (saved in _ADAMS and wanted in _ADAMS)

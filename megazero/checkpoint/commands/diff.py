@@ -14,10 +14,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megazero.checkpoint.commands.ls import columns, is_nested, shortened
-from megazero.checkpoint.format import CLIENT, CONSTANT, SCHEDULE, bytes_of, crc32, dtype_code
+from megazero.checkpoint.format import CLIENT, SCHEDULE, bytes_of, crc32, dtype_code
 from megazero.checkpoint.plain import MARK
 from megazero.checkpoint.reader import Reader
-from megazero.zero.bucket import MASTER
 
 WEIGHTS = "weights"  # trained or not: a parameter may be frozen in one of the two
 _SETTINGS = "global_steps skipped_steps counters optimizer loss_scaler lr_scheduler client_state aliases".split()
@@ -109,7 +108,8 @@ def _pairs(found: Comparison, a: Reader, b: Reader, weights_only: bool) -> Itera
 
 
 def _states(reader: Reader, name: str) -> dict[str, str]:
-    return {WEIGHTS if state in (MASTER, CONSTANT) else state: state for state in reader.tensors[name].states}
+    entry = reader.tensors[name]
+    return {WEIGHTS if state == entry.weight_state else state: state for state in entry.states}
 
 
 def _form(reader: Reader, name: str, state: str) -> str:
