@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.format import CONSTANT
 from megazero.checkpoint.importers.deepspeed_files import DeepSpeedFiles, find_deepspeed_files
 from megazero.checkpoint.importers.deepspeed_partitions import SavedOptimizer, is_vector, read_optimizer_files
 from megazero.checkpoint.importers.foreign import (
@@ -29,6 +30,7 @@ from megazero.checkpoint.importers.foreign import (
 )
 from megazero.checkpoint.importers.megatron_cuts import merge_model_parallel
 from megazero.checkpoint.importers.torch_files import Record, plain_data
+from megazero.zero.bucket import MASTER
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +117,7 @@ def _read_rank(files: DeepSpeedFiles, rank: int, model: dict[str, Any]) -> _Rank
 
 
 def _constant(value: Tensor, kind: str) -> ForeignTensor:
-    return ForeignTensor(tuple(value.shape), kind, {"constant": value.clone}, value.dtype)
+    return ForeignTensor(tuple(value.shape), kind, {CONSTANT: value.clone}, value.dtype)
 
 
 def _frozen_shares(models: Sequence[dict[str, Any]]) -> dict[str, ForeignTensor]:
@@ -127,7 +129,7 @@ def _frozen_shares(models: Sequence[dict[str, Any]]) -> dict[str, ForeignTensor]
         return joined[: math.prod(shapes[name])].view(tuple(shapes[name]))
 
     return {
-        name: ForeignTensor(tuple(shape), "frozen", {"constant": partial(read, name)}, first[name].dtype)
+        name: ForeignTensor(tuple(shape), "frozen", {CONSTANT: partial(read, name)}, first[name].dtype)
         for name, shape in shapes.items()
     }
 
@@ -148,7 +150,7 @@ def _plain_optimizer(where: str, state: dict[str, Any], trained: dict[str, Tenso
     groups = state.get("param_groups") or []
     order = [number for group in groups for number in group["params"]]
     states = [state["state"].get(number, {}) for number in order]
-    readers: dict[str, dict[str, Read]] = {n: {"master": partial(_to_fp32, value)} for n, value in trained.items()}
+    readers: dict[str, dict[str, Read]] = {n: {MASTER: partial(_to_fp32, value)} for n, value in trained.items()}
     # The file has no names: one group lists every parameter, in the model's order as far as shapes tell.
     shapes = [value.shape for value in trained.values()]
     if len(groups) == 1 and [_shape_of(found) for found in states] == shapes:
@@ -187,7 +189,7 @@ def _optimizer_type(where: str, config: Any, saved: SavedOptimizer) -> str | Non
     if not section or not section.get("type"):
         if saved.counters is None:
             return None
-        keys = {key for states in saved.readers.values() for key in states} - {"master"}
+        keys = {key for states in saved.readers.values() for key in states} - {MASTER}
         return type_of_states(where, keys, saved.groups)
     is_coupled = not (section.get("params") or {}).get("adam_w_mode", True)
     return {"adam": "Adam" if is_coupled else "AdamW", "adamw": "AdamW"}.get(section["type"].lower(), section["type"])

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.importers.foreign import Read
+from megazero.zero.bucket import MASTER
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def read_optimizer_files(files: Sequence[dict[str, Any]], shapes: Shapes, where:
         by_state = {state: _split_readers(flat, shapes, gaps, f"{where}: {state}") for state, flat in vectors.items()}
     else:
         by_state = {state: _share_readers(flat, shapes, f"{where}: {state}") for state, flat in vectors.items()}
-    readers = {name: {state: by_state[state][name] for state in by_state} for name in by_state["master"]}
+    readers = {name: {state: by_state[state][name] for state in by_state} for name in by_state[MASTER]}
     base = _base_state(files[0], key)
     groups = base.get("param_groups", []) if isinstance(base, dict) else None
     return SavedOptimizer(readers, counters, groups, files[0])
@@ -91,7 +92,7 @@ def _vectors(
     files: Sequence[dict[str, Any]], key: str, where: str
 ) -> tuple[dict[str, list[list[Tensor]]], dict[str, float] | None]:
     """The flat vectors, [state][rank][group], and the optimizer's scalars."""
-    vectors: dict[str, list[list[Tensor]]] = {"master": [[t.flatten() for t in file[key]] for file in files]}
+    vectors: dict[str, list[list[Tensor]]] = {MASTER: [[t.flatten() for t in file[key]] for file in files]}
     states = [_group_states(_base_state(file, key), len(file[key])) for file in files]
     if not any(state for rank in states for state in rank):
         return vectors, None

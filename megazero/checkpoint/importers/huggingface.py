@@ -24,6 +24,7 @@ from megazero.checkpoint.importers.torch_files import load_torch_file
 from megazero.files import append_suffix, read_whole
 from megazero.model.config import GPT2Config
 from megazero.model.huggingface import config_from_huggingface, saved_names
+from megazero.zero.bucket import MASTER
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
 
@@ -58,7 +59,7 @@ def read_huggingface(directory: str | Path) -> ForeignCheckpoint:
         return full.to(torch.float32, copy=True)  # never a view of the file
 
     tensors = {
-        ours: ForeignTensor(shapes[ours], "trained", {"master": partial(read, key, transposed)})
+        ours: ForeignTensor(shapes[ours], "trained", {MASTER: partial(read, key, transposed)})
         for ours, key, transposed in names
     }
     return ForeignCheckpoint(tensors, client_state={"model": asdict(config)})

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.importers.foreign import loss_scaler_state
+from megazero.zero.bucket import MASTER
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SAMPLE = 256  # leading elements that are compared
@@ -100,7 +101,7 @@ def _read_rank(
         for name, number in zip(in_group, group["params"], strict=True):
             state, weight = adam["state"][number], weights[name]
             master = next(copies_of_group) if copies and weight.dtype != torch.float32 else weight
-            found = {"master": master.detach(), **{key: state[key].detach() for key in _MOMENTS}}
+            found = {MASTER: master.detach(), **{key: state[key].detach() for key in _MOMENTS}}
             _check(name, found, weight)
             states[name] = found
             steps.append(float(state["step"] if "step" in state else group["step"]))
@@ -113,6 +114,6 @@ def _check(name: str, found: Mapping[str, Tensor], weight: Tensor) -> None:
     wrong = [f"{key} {list(tensor.shape)}" for key, tensor in found.items() if tensor.shape != weight.shape]
     if wrong:
         raise ValueError(f"{name} has shape {list(weight.shape)}, but {', '.join(wrong)}")
-    master, model = (x.reshape(-1)[:_SAMPLE] for x in (found["master"], weight))
+    master, model = (x.reshape(-1)[:_SAMPLE] for x in (found[MASTER], weight))
     if not torch.equal(master.to(model.dtype), model):
         raise ValueError(f"the fp32 copy of {name} is not the weight of the model")
