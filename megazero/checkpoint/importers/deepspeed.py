@@ -20,7 +20,12 @@ from torch import Tensor
 
 from megazero.checkpoint.format import CONSTANT
 from megazero.checkpoint.importers.deepspeed_files import DeepSpeedFiles, find_deepspeed_files
-from megazero.checkpoint.importers.deepspeed_partitions import SavedOptimizer, is_vector, read_optimizer_files
+from megazero.checkpoint.importers.deepspeed_partitions import (
+    SavedOptimizer,
+    common_counters,
+    is_vector,
+    read_optimizer_files,
+)
 from megazero.checkpoint.importers.foreign import (
     ForeignCheckpoint,
     ForeignTensor,
@@ -163,8 +168,7 @@ def _plain_optimizer(where: str, state: dict[str, Any], trained: dict[str, Tenso
             )
         for own, found in zip(readers.values(), states, strict=True):
             own |= {key: partial(_to_fp32, value) for key, value in found.items() if is_vector(value)}
-        counters = {key: float(value) for key, value in states[0].items() if not is_vector(value)}
-        return SavedOptimizer(readers, counters, groups, state)
+        return SavedOptimizer(readers, common_counters(states, where), groups, state)
     if state:
         logger.warning(
             "%s: the optimizer's state is left out, because a checkpoint without ZeRO does not say which parameters it belongs "

@@ -110,7 +110,7 @@ def _vectors(
     base = _base_state(files[0], key)
     first = base["param_groups"][0] if isinstance(base, dict) and base.get("param_groups") else {}
     step = files[0].get("base_optimizer_state_step", first.get("step"))
-    return vectors, _counters([state for groups in states for state in groups], names, step, where)
+    return vectors, common_counters([state for groups in states for state in groups], where, step)
 
 
 def _group_states(base: Any, groups: int) -> list[dict[str, Any]]:
@@ -126,16 +126,17 @@ def is_vector(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _counters(states: Iterable[dict[str, Any]], vectors: set[str], step: Any, where: str) -> dict[str, float]:
+def common_counters(states: Iterable[dict[str, Any]], where: str, step: Any = None) -> dict[str, float]:
+    """The optimizer's scalars of all `states`, and `step` where they are saved apart."""
     found: dict[str, set[float]] = {} if step is None else {"step": {float(step)}}
     for state in states:
         for name, value in state.items():
             is_number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-            if name not in vectors and is_number:
+            if is_number and (name == "step" or not is_vector(value)):
                 found.setdefault(name, set()).add(float(value))
     for name, values in found.items():
         if len(values) > 1:
-            message = "%s: the optimizer's %s differs between parameter groups (%s); all get the largest."
+            message = "%s: the optimizer's %s is not the same for all parameters (%s); all get the largest."
             logger.warning(message, where, name, sorted(values))
     return {name: max(values) for name, values in found.items()}
 

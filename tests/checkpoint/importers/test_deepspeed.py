@@ -316,3 +316,16 @@ def test_stage_0_says_that_it_takes_the_models_order_where_shapes_do_not_tell(tm
     assert checkpoint.optimizer_counters == {"step": 1}
     assert checkpoint.aliases == ({"1.weight": "0.weight"} if tied else {})
     assert ("given to the parameters in the model's order" in caplog.text) == (alike and not tied)
+
+
+def test_stage_0_says_that_all_parameters_get_the_steps_of_the_one_with_most(tmp_path, caplog):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.rand(4, 3)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.bias]["step"] += 2
+    content = {"module": model.state_dict(), "optimizer": optimizer.state_dict(), "global_steps": 3}
+    (tmp_path / "t").mkdir()
+    torch.save(content, tmp_path / "t" / "mp_rank_00_model_states.pt")
+    assert read_deepspeed(tmp_path, "t").optimizer_counters == {"step": 3}
+    assert "step is not the same for all parameters ([1.0, 3.0])" in caplog.text
