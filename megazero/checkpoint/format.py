@@ -25,6 +25,7 @@ except ImportError:
 
 FORMAT, FORMAT_VERSION = "megazero", 2
 CONSTANT = "constant"  # the one state of parameters that are not trained, and of buffers
+_WEIGHT_STATES = {"trained": "master", "frozen": CONSTANT, "buffer": CONSTANT}  # by the kind of a tensor
 # What the keys of tensors begin with that are no part of the model.
 RNG, CLIENT, SCHEDULE = "rng/", "client", "lr_scheduler"
 # As in safetensors.
@@ -101,7 +102,7 @@ class TensorEntry:
     @property
     def weight_state(self) -> str:
         """The state that holds the values: "master", in fp32, or "constant" of what is not trained."""
-        return "master" if "master" in self.states else CONSTANT
+        return _WEIGHT_STATES[self.kind]
 
     def as_json(self, pieces: list[Any]) -> dict[str, Any]:
         """The entry in the index."""
@@ -126,7 +127,10 @@ class TensorEntry:
             if not has_dim or not all(map(is_count, counts)) or not 1 <= cut.stride <= max(1, cut.padded):
                 raise ValueError(f"{cut}")
             shard_shape(shape, cut, size)  # raises where it cannot be
-        return cls(saved["kind"], shape, cut, {state: DTYPES[code] for state, code in saved["states"].items()})
+        entry = cls(saved["kind"], shape, cut, {state: DTYPES[code] for state, code in saved["states"].items()})
+        if entry.weight_state not in entry.states:
+            raise ValueError(f"{entry.kind} without {entry.weight_state}")
+        return entry
 
 
 def index_bytes(index: dict[str, Any]) -> bytes:

@@ -181,6 +181,14 @@ def no_states(index):
     del index["tensors"]["norm"]["states"]
 
 
+def no_weights(index):
+    del index["tensors"]["norm"]["states"]["master"]
+
+
+def no_kind(index):
+    index["tensors"]["norm"]["kind"] = "Trained"
+
+
 def aliases_of_nothing(index):
     index["aliases"] = ["head"]
 
@@ -206,6 +214,8 @@ def version_of_the_future(index):
         (same_bytes, "of norm and .* of norm overlap in it"),
         (other_rank, "malformed at norm: .* outside of the parameter"),
         (no_states, "index.json is malformed.*'states'"),
+        (no_weights, "malformed at norm: .*trained without master"),
+        (no_kind, "malformed at norm: .*'Trained'"),
         (aliases_of_nothing, "index.json is malformed at aliases"),
         (other_file, "'../secret' is no name of a file"),
         (client_state_of_the_future, "the client state holds .* 'hologram'"),
