@@ -35,13 +35,14 @@ def document_blocks(
     if suffix == ".parquet":
         from data_tools.parquet import parquet_lines
 
-        yield from _gathered(parquet_lines(path), path, block_bytes, start, file_number, max_line_bytes)
+        lines = parquet_lines(path)
     elif suffix in (".wet", ".warc"):
         from data_tools.warc import warc_lines
 
-        yield from _gathered(warc_lines(path), path, block_bytes, start, file_number, max_line_bytes)
+        lines = warc_lines(path)
     else:
-        yield from read_blocks(path, block_bytes, start, file_number, max_line_bytes)
+        return read_blocks(path, block_bytes, start, file_number, max_line_bytes)
+    return _gathered(lines, path, block_bytes, start, file_number, max_line_bytes)
 
 
 def _gathered(
@@ -56,24 +57,26 @@ def _gathered(
     position, data = 0, bytearray()
     disk = done = 0
 
-    def block(length: int, disk: int, fault: str | None = None) -> Iterator[Block]:
+    def block(length: int, fault: str | None = None) -> Block:
         nonlocal position, done
-        if length == 0:
-            return
-        if position >= start:
-            yield Block(path, file_number, position, position + length, bytes(data), disk - done, fault)
-        position, done = position + length, disk
+        made = Block(path, file_number, position, position + length, bytes(data), disk - done, fault)
+        position, done = made.stop, disk
         data.clear()
+        return made
 
     for line, disk in lines:
-        if len(line) > max_line_bytes:
-            yield from block(len(data), disk)
-            yield from block(len(line), disk, overlong(len(line), max_line_bytes))
-            continue
-        data += line
-        if len(data) >= block_bytes:
-            yield from block(len(data), disk)
-    yield from block(len(data), disk)
+        if position < start:
+            position, done = position + len(line), disk
+        elif len(line) > max_line_bytes:
+            if data:
+                yield block(len(data))
+            yield block(len(line), overlong(len(line), max_line_bytes))
+        else:
+            data += line
+            if len(data) >= block_bytes:
+                yield block(len(data))
+    if data:
+        yield block(len(data))
 
 
 def document_id(document: Document, key: str, id_keys: Sequence[str] = ID_KEYS) -> str:

@@ -262,6 +262,8 @@ def test_rows_are_not_longer_than_lines_may_be(tmp_path):
     assert sum(block.disk_bytes for block in blocks) == pytest.approx(path.stat().st_size, abs=1)
     for number, block in enumerate(blocks):
         assert list(document_blocks(path, 2000, block.start, 0, 50_000))[1:] == blocks[number + 1 :]
+        others = list(document_blocks(path, 3000, block.start, 0, 50_000))  # of another size: no line is lost
+        assert (others[0].start, others[-1].stop) == (block.start, blocks[-1].stop)
 
 
 def test_numbers_in_rows_that_json_has_not_are_told(tmp_path):
