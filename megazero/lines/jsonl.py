@@ -139,13 +139,10 @@ def _rest_of_line(file: BinaryIO, limit: int) -> tuple[bytes, int]:
 
 
 def block_lines(block: Block) -> Iterator[tuple[int, bytes]]:
-    """(byte of the text at which it begins, the line without its end) of each line; one empty line for a block with a fault.
+    """(byte of the text at which it begins, the line without its end) of each line of a block without a fault.
 
     A byte-order mark at the start of the file is dropped, and not counted.
     """
-    if block.fault is not None:
-        yield block.start, b""
-        return
     offset, data = block.start, block.read()
     lines = (data.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else data).split(b"\n")
     if lines[-1] == b"":

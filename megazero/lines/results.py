@@ -100,11 +100,13 @@ def filled_lines(block: Block, result: BlockResult) -> Iterator[tuple[int, int, 
     A line that is too long to be read goes into `result`.
     """
     result.counts.text_bytes_in = block.stop - block.start
+    if block.fault is not None:
+        result.counts.lines = 1
+        result.bad_line(0, block.fault)
+        return
     for number, (offset, line) in enumerate(block_lines(block)):
         result.counts.lines += 1
-        if block.fault is not None:
-            result.bad_line(number, block.fault)
-        elif not line or line.isspace():
+        if not line or line.isspace():
             result.counts.blank_lines += 1
         else:
             yield number, offset, line
