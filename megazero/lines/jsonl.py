@@ -157,33 +157,6 @@ def expected_text_bytes(paths: Sequence[Path]) -> int:
     return sum(path.stat().st_size * (_COMPRESSION if path.suffix in _COMPRESSING else 1) for path in paths)
 
 
-@dataclass
-class Position:
-    """How far input files are done."""
-
-    input: int = 0  # number of the file
-    offset: int = 0  # bytes of its text that are done, after decompression
-    line: int = 0  # lines of it that are done
-    disk_bytes: int = 0  # of it, on disk, that are read
-
-    def remaining(self, paths: Sequence[Path]) -> list[tuple[int, Path, int]]:
-        """(number, path, byte of the text from which on to read) of each file that is not done."""
-        rest = list(enumerate(paths))[self.input :]
-        return [(number, path, self.offset if number == self.input else 0) for number, path in rest]
-
-    def disk_bytes_of(self, paths: Sequence[Path]) -> int:
-        """Bytes on disk that are read of all files."""
-        return sum(path.stat().st_size for path in paths[: self.input]) + self.disk_bytes
-
-    def advance(self, block: Block, lines: int) -> int:
-        """Goes behind a block of so many lines; how many lines of the file lie before it."""
-        if block.file != self.input:
-            self.input, self.line, self.disk_bytes = block.file, 0, 0
-        before = self.line
-        self.offset, self.line, self.disk_bytes = block.stop, before + lines, self.disk_bytes + block.disk_bytes
-        return before
-
-
 class LineError(ValueError):
     """A line that holds no document; the message says why."""
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from megazero.files import append_suffix, file_named, locked, read_whole, remove_asides, sync_file, write_whole
 from megazero.lines.contents import check_unchanged
-from megazero.lines.jsonl import Block, Position
+from megazero.lines.jsonl import Block
 from megazero.lines.results import BlockResult, Counts, report
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,33 @@ class Shard:
     inputs: tuple[Path, ...]
     outputs: tuple[Path, ...]
     record: Path
+
+
+@dataclass
+class Position:
+    """How far input files are done."""
+
+    input: int = 0  # number of the file
+    offset: int = 0  # bytes of its text that are done, after decompression
+    line: int = 0  # lines of it that are done
+    disk_bytes: int = 0  # of it, on disk, that are read
+
+    def remaining(self, paths: Sequence[Path]) -> list[tuple[int, Path, int]]:
+        """(number, path, byte of the text from which on to read) of each file that is not done."""
+        rest = list(enumerate(paths))[self.input :]
+        return [(number, path, self.offset if number == self.input else 0) for number, path in rest]
+
+    def disk_bytes_of(self, paths: Sequence[Path]) -> int:
+        """Bytes on disk that are read of all files."""
+        return sum(path.stat().st_size for path in paths[: self.input]) + self.disk_bytes
+
+    def advance(self, block: Block, lines: int) -> int:
+        """Goes behind a block of so many lines; how many lines of the file lie before it."""
+        if block.file != self.input:
+            self.input, self.line, self.disk_bytes = block.file, 0, 0
+        before = self.line
+        self.offset, self.line, self.disk_bytes = block.stop, before + lines, self.disk_bytes + block.disk_bytes
+        return before
 
 
 class PartialShard:
