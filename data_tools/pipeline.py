@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_tools.done_marker import MARKER
-from data_tools.inputs import is_beside
+from data_tools.done_marker import MARKER, marked_outputs
+from data_tools.inputs import is_beside, output_format
 from data_tools.optional import require
 from data_tools.registry import STEPS, step_parser
 from megazero.files import write_json
@@ -210,7 +210,9 @@ def run_pipeline(pipeline: Pipeline) -> dict[str, Any]:
 def _check_folder(step: str, args: argparse.Namespace, statistics: dict[str, Any]) -> None:
     """Raises a ValueError where the next step would take up files that this one has made of other input, in an earlier run."""
     folder = getattr(args, "output", None)
-    made = len(list(Path(folder).glob(f"*{MARKER}"))) if folder else 0
+    markers = Path(folder).glob(f"*{MARKER}") if folder else ()
+    outputs = (marked_outputs(path.with_name(path.name.removesuffix(MARKER))) for path in markers)
+    made = sum(any(output_format(path) and path.exists() for path in paths) for paths in outputs)
     if made > statistics.get("shards", made):
         raise ValueError(
             f"{folder} holds {made} finished files, of which step {step} makes {statistics['shards']} of its present input. "

