@@ -29,7 +29,7 @@ from megazero.lines.jsonl import decoded
 from megazero.texts import read_text
 
 SHORTEST = 9
-_HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))+\.?|\[[0-9a-f:.]+\]", re.IGNORECASE)
+_HOST = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)(\.(?!-)[a-z0-9_-]{1,63}(?<!-))+\.?")
 # Most URLs look like this, and need no urlsplit: host, path, and what is cut off.
 _SIMPLE = re.compile(
     r"https?://([A-Za-z0-9.-]+)(/[^\s\x00-\x1f\x7f<>\"\\^`{|}?#]*)?([?#][^\s\x00-\x1f\x7f<>\"\\^`{|}]*)?"
