@@ -228,7 +228,7 @@ def _parts(config: DataConfig) -> Iterator[tuple[_Sets, list[float]]]:
 def _documents(config: DataConfig, source: IndexedDataset, shares: Sequence[float], part: int) -> tuple[int, int]:
     """The documents [start, stop) of a corpus that a part has."""
     documents = split_ranges(shares, len(source))[part]
-    if documents is None or not source.sizes[slice(*documents)].any():
+    if not source.sizes[slice(*documents)].any():
         raise ValueError(
             f"--split {config.split} leaves no {_PARTS[part]} data of {source.prefix}: it has "
             f"{counted(len(source), 'document')}, and a share of {shares[part]:.4f} of them is none that holds text. "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,15 +61,14 @@ def parse_split(split: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
-def split_ranges(weights: Sequence[float], num_documents: int) -> list[tuple[int, int] | None]:
-    """Which documents [start, stop) train, validation and test get; None for a weight of 0.
+def split_ranges(weights: Sequence[float], num_documents: int) -> list[tuple[int, int]]:
+    """Which documents [start, stop) train, validation and test get.
 
-    Boundaries are the rounded cumulative weights times the number of documents (Python's round, half to even). A range may come
-    out empty when there are few documents: that is for the caller to refuse.
+    Boundaries are the rounded cumulative weights times the number of documents (Python's round, half to even). A range is empty
+    for a weight of 0, and may be when there are few documents: that is for the caller to refuse.
     """
-    cumulative = [0.0, *np.cumsum(np.asarray(weights, dtype=np.float64)).tolist()]
-    bounds = [round(share * float(num_documents)) for share in cumulative]
-    return [(bounds[i], bounds[i + 1]) if weight != 0 else None for i, weight in enumerate(weights)]
+    bounds = [round(share * num_documents) for share in accumulate(weights, initial=0.0)]
+    return list(pairwise(bounds))
 
 
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:

@@ -176,11 +176,11 @@ def test_hundred_million_tokens_take_seconds():
         ("949,50,1", 1000, [(0, 949), (949, 999), (999, 1000)]),
         ("949/50/1", 1000, [(0, 949), (949, 999), (999, 1000)]),
         ("1000,1,1", 124, [(0, 124), (124, 124), (124, 124)]),
-        ("90,10", 55, [(0, 50), (50, 55), None]),  # 49.5 rounds to even
-        ("1,0,1", 5, [(0, 2), None, (2, 5)]),  # 2.5 rounds to even
-        ("1", 7, [(0, 7), None, None]),
-        ("0,1,0", 7, [None, (0, 7), None]),
-        ("0.98, 0.02", 100, [(0, 98), (98, 100), None]),
+        ("90,10", 55, [(0, 50), (50, 55), (55, 55)]),  # 49.5 rounds to even
+        ("1,0,1", 5, [(0, 2), (2, 2), (2, 5)]),  # 2.5 rounds to even
+        ("1", 7, [(0, 7), (7, 7), (7, 7)]),
+        ("0,1,0", 7, [(0, 0), (0, 7), (7, 7)]),
+        ("0.98, 0.02", 100, [(0, 98), (98, 100), (100, 100)]),
     ],
 )
 def test_split_boundaries(split, count, ranges):
@@ -194,7 +194,7 @@ def test_split_boundaries(split, count, ranges):
 )
 def test_splits_are_adjacent_and_cover_all(weights, count):
     parsed = parse_split(",".join(map(repr, weights)))
-    ranges = [r for r in split_ranges(parsed, count) if r is not None]
+    ranges = split_ranges(parsed, count)
     assert ranges[0][0] == 0 and abs(ranges[-1][1] - count) == 0
     assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False)) and all(a <= b for a, b in ranges)
 
