@@ -136,15 +136,16 @@ def is_beside(path: Path) -> bool:
 
 
 def _is_record(path: Path) -> bool:
-    """Whether it is the record of tokens or of a job's index cache, which are made beside the data."""
+    """Whether it is the record of tokens or of a job's index cache, or of a vocabulary, which are made beside the data."""
     if path.suffix != ".json":
         return False
     from megazero.data.cache import is_record  # these need numpy
+    from megazero.data.gpt2_bpe import is_of_vocabulary
     from megazero.data.sidecar import read_sidecar
 
     prefix = path.with_suffix("")
     has_tokens = any(append_suffix(prefix, suffix).exists() for suffix in (".idx", JOURNAL))
-    return is_record(path) or (has_tokens and read_sidecar(prefix) is not None)
+    return is_record(path) or is_of_vocabulary(path) or (has_tokens and read_sidecar(prefix) is not None)
 
 
 def output_format(path: Path) -> str | None:

@@ -58,6 +58,12 @@ def find_gpt2_files(
     )
 
 
+def is_of_vocabulary(path: Path) -> bool:
+    """Whether a .json lies, under such a name, beside the merges of a vocabulary."""
+    has_name = path.name in (*_VOCAB_NAMES, "tokenizer.json")
+    return has_name and any((path.parent / name).is_file() for name in _MERGE_NAMES)
+
+
 def read_gpt2_vocabulary(vocab_file: Path, merge_file: Path) -> tuple[dict[bytes, int], dict[str, int]]:
     """The tokens as bytes -> id, and the special tokens as text -> id (every entry that no merge makes).
 

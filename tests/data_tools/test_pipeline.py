@@ -277,8 +277,10 @@ def test_a_vocabulary_beside_documents_is_none_of_them(tmp_path, monkeypatch):
     pipeline = write_pipeline(
         tmp_path, f"folder: out\nsteps: [{{step: merge, input: a.jsonl, output: m}}, {{{words}, input: out/m}}]"
     )
-    for skipped in (0, 1):
-        assert run_step("run", pipeline)["steps"][0]["shards_skipped"] == skipped
+    for skipped in (False, True):
+        merged, trained = run_step("run", pipeline)["steps"]
+        assert merged["shards_skipped"] == trained["skipped"] == skipped
+        assert trained["lines"] == 300
 
 
 def test_inputs_of_a_step_are_looked_for_when_it_starts(tmp_path, monkeypatch):
