@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data_tools.dedup_index import CHUNK, Search, find_copies
+from data_tools.dedup_index import CHUNK, Search, copies_in, find_copies
 from data_tools.dedup_minhash import VERSION
 from data_tools.dedup_signatures import Documents, SignatureFiles, same_content, similarity
 from data_tools.dedup_signing import sign
@@ -143,9 +143,8 @@ class CopySearch:
 def _count_groups(first: Documents) -> int:
     """How many documents have copies."""
     has_copies = np.zeros(len(first), dtype=bool)
-    for start in range(0, len(first), CHUNK):
-        part = first[start : start + CHUNK]
-        has_copies[part[part != np.arange(start, start + len(part))]] = True
+    for part in copies_in(first):
+        has_copies[first[part]] = True
     return int(has_copies.sum())
 
 

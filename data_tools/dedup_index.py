@@ -95,6 +95,13 @@ def find_copies(files: SignatureFiles, search: Search) -> Found:
     return Found(groups.finish(), compared, uncompared)
 
 
+def copies_in(first: Documents) -> Iterator[Documents]:
+    """Of `Found.first`, a chunk at a time: the documents that are copies of an earlier one."""
+    for start in range(0, len(first), CHUNK):
+        own = np.arange(start, min(start + CHUNK, len(first)))
+        yield own[first[own] != own]
+
+
 def _content_keys(files: SignatureFiles) -> Keys:
     for first, rows in files.chunks(CHUNK, "dedup: dividing by content"):
         yield _records(rows["content"][:, 0], np.arange(first, first + len(rows)))

@@ -22,12 +22,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
 from data_tools.dedup import CopySearch, add_copy_arguments
-from data_tools.dedup_index import CHUNK
+from data_tools.dedup_index import copies_in
 from data_tools.dedup_signatures import Documents, SignatureFiles, similarity
 from data_tools.documents import in_pieces
 from data_tools.done_marker import made_once
@@ -77,9 +75,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _listed(files: SignatureFiles, first: Documents, counts: dict[str, int]) -> Iterator[bytes]:
     """The lines of the list, {first document of a group: [{another one: their similarity}]}; they are counted."""
-    for start in range(0, len(first), CHUNK):
-        own = np.arange(start, min(start + CHUNK, len(first)))
-        copies = own[first[own] != own]
+    for copies in copies_in(first):
         firsts = first[copies]
         mine, theirs = files.read(copies), files.read(firsts)
         shares = similarity(mine, theirs).round(4).tolist()
