@@ -128,8 +128,7 @@ def run_blocks(
 
 
 def finish(partial: PartialShard, description: dict[str, Any]) -> None:
-    """Gives the outputs their names and writes the done-marker, which counts from then on."""
-    partial.commit()
+    """Gives the outputs of a shard that is filled their names and writes the done-marker, which counts from then on."""
     shard = partial.shard
     # An old one would vouch for the files of this run.
     marker_path(shard.record).unlink(missing_ok=True)

@@ -79,7 +79,9 @@ def fill(
     place: Place | None = None,
     reader: BlockReader = read_blocks,
 ) -> Generator[PartialShard, None, None]:
-    """Each shard when all that `work` makes of its inputs is in its files; it is closed after that. Close this generator early.
+    """Each shard when all that `work` makes of its inputs is in its files, committed; it is closed after that.
+
+    To leave it early, close the generator (contextlib.closing), as that of `ordered_map`.
 
     Args:
         shards: opened as late as possible, and closed if anything fails.
@@ -105,20 +107,23 @@ def fill(
                     owners.append(made)
                     yield made.shard.outputs, block, drops(block)
 
+    def done() -> Iterator[PartialShard]:
+        opened[0].commit()
+        yield opened[0]
+        opened.pop(0).close()
+
     try:
         with progress, closing(ordered_map(work, items(), options.workers)) as results:
             for (_, block, _), result in results:
                 owner = owners.popleft()
                 while opened[0] is not owner:
-                    yield opened[0]
-                    opened.pop(0).close()
+                    yield from done()
                 owner.take(block, result, options.strict, place)
                 counts = result.counts
                 progress.update(counts.documents, counts.text_bytes_in, block.disk_bytes, result.tokens)
                 owner.commit(options.commit_interval_s)
         while opened:
-            yield opened[0]
-            opened.pop(0).close()
+            yield from done()
     finally:
         for made in opened:
             made.close()
@@ -133,12 +138,11 @@ def fill_one(
     place: Place | None = None,
     log_documents: int | None = None,
 ) -> None:
-    """`fill` for a single shard: all that `work` makes of its inputs is in its files, committed, and these are closed.
+    """`fill` for a single shard, to its end.
 
     Args:
         name, log_documents: as for `Progress`.
     """
     progress = Progress(name, sum(path.stat().st_size for path in shard.shard.inputs), log_documents)
-    with closing(fill([shard], work, options, progress, place=place, reader=reader)) as filled:
-        next(filled)
-        shard.commit()
+    for _ in fill([shard], work, options, progress, place=place, reader=reader):
+        pass

@@ -43,7 +43,6 @@ def filled(shards, work, workers=1, block_bytes=4):
     partials = (PartialShard(shard, "key") for shard in shards)
     made = []
     for each in fill(partials, work, WorkOptions(workers, block_bytes=block_bytes), Progress("test", 1)):
-        each.commit()
         made.append(each.paths[0].read_bytes())
         each.remove()
     return made
