@@ -118,21 +118,21 @@ def run_blocks(
             with search() as drops:
                 progress = Progress(step, sum(path.stat().st_size for path in paths))
                 with closing(fill(partials, work, useful, progress, drops, place, document_blocks)) as filled:
-                    for partial in filled:
-                        inputs, description = partial.shard.inputs, todo[partial.shard]
-                        partial.check_unchanged(inputs, description["inputs"], options.workers)
-                        partial.counts.empty_files = report_empty(inputs)
-                        finish(partial, description)
-                        total.add(partial.counts)
+                    for made in filled:
+                        inputs, description = made.shard.inputs, todo[made.shard]
+                        made.check_unchanged(inputs, description["inputs"], options.workers)
+                        made.counts.empty_files = report_empty(inputs)
+                        finish(made, description)
+                        total.add(made.counts)
     return total.statistics(len(shards), skipped)
 
 
-def finish(partial: PartialShard, description: dict[str, Any]) -> None:
+def finish(made: PartialShard, description: dict[str, Any]) -> None:
     """Gives the outputs of a shard that is filled their names and writes the done-marker, which counts from then on."""
-    shard = partial.shard
+    shard = made.shard
     # An old one would vouch for the files of this run.
     marker_path(shard.record).unlink(missing_ok=True)
-    *parts, dropped = partial.paths
+    *parts, dropped = made.paths
     for part, output in zip(parts, shard.outputs, strict=True):
         if output_format(output) == "parquet":
             from data_tools.parquet import write_parquet
@@ -143,9 +143,9 @@ def finish(partial: PartialShard, description: dict[str, Any]) -> None:
     os.replace(dropped, append_suffix(shard.record, DROPPED_SUFFIX))
     for folder in {path.parent for path in (*shard.outputs, shard.record)}:
         sync_folder(folder)
-    content = {"description": description, "counts": asdict(partial.counts)}
+    content = {"description": description, "counts": asdict(made.counts)}
     write_marker(shard.record, key_of(description), shard.outputs, content)
-    partial.remove()
+    made.remove()
 
 
 def finished(shard: Shard, key: str, strict: bool) -> Counts | None:
