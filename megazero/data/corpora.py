@@ -6,7 +6,7 @@ import glob
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megazero.data.sidecar import read_sidecar
@@ -21,6 +21,7 @@ NAMED_CORPORA = {
     "webtext": ("data/webtext/*.bin", "data/webtext/data.json"),
     "wikipedia": ("data/wikipedia/*.bin", "data/wikipedia/wikidump_lines.json"),
 }
+_PARTS = {"--train-data": "train", "--valid-data": "valid", "--test-data": "test"}  # of a corpus, by what names it
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def find_corpora(entries: Sequence[str], flag: str = "--train-data") -> list[Cor
     for weight, entry in _weighted(entries, flag):
         found = _find(entry, flag)
         # Several files of one name share its weight evenly.
-        corpora += [Corpus(c.path, c.is_indexed, None if weight is None else weight / len(found)) for c in found]
+        corpora += [replace(corpus, weight=weight and weight / len(found)) for corpus in found]
     twice = [path for path, count in Counter(corpus.path.resolve() for corpus in corpora).items() if count > 1]
     if twice:  # each would give its samples in the same order, so that a batch had them several times
         raise ValueError(
@@ -162,18 +163,18 @@ def _is_named(entry: str) -> bool:
 def _files_by_part(name: str) -> dict[str, list[str]]:
     """The files {train,valid,test}_* of a well-known corpus, as scripts/prepare_webtext.sh leaves them."""
     pattern, _ = NAMED_CORPORA[name]
-    return {part: sorted(glob.glob(pattern.replace("*", f"{part}_*"))) for part in ("train", "valid", "test")}
+    return {part: sorted(glob.glob(pattern.replace("*", f"{part}_*"))) for part in _PARTS.values()}
 
 
 def _find_named(name: str, flag: str) -> list[Corpus]:
     pattern, text = NAMED_CORPORA[name]
-    found, part, parts = sorted(glob.glob(pattern)), flag.strip("-").partition("-")[0], _files_by_part(name)
-    is_split = bool(parts["train"]) and part in parts
-    if is_split:  # what is for one purpose serves no other
-        found = parts[part]
+    parts, part, start = _files_by_part(name), _PARTS.get(flag), ""
+    found = sorted(glob.glob(pattern))
+    if part and parts["train"]:  # what is for one purpose serves no other
+        found, start = parts[part], f"{part}_"
         if not found:
             raise FileNotFoundError(f"{flag} {name}: {pattern} has train_*.bin, but no {part}_*.bin. Give a path.")
-    refuse_unfinished(Path(pattern).parent, f"{part}_" if is_split else "")
+    refuse_unfinished(Path(pattern).parent, start)
     if found:
         return [Corpus(Path(path).with_suffix(""), True) for path in found]
     if Path(text).is_file():
