@@ -80,7 +80,6 @@ def count_tokens(data: IndexedDataset, eod: int | None) -> TokenCounts:
     """Counts ids in one pass over the .bin."""
     low, high, ending = 0, -1, 0
     counts = np.zeros(0, dtype=np.int64)
-    is_countable = True
     with Progress("counting", data.num_tokens * data.dtype.itemsize) as progress:
         for ends in _document_ends(data):
             last = ends[1:][np.diff(ends) > 0] - 1  # position of the last token of each document, rising
@@ -89,15 +88,16 @@ def count_tokens(data: IndexedDataset, eod: int | None) -> TokenCounts:
                 chunk = data.read(start, stop)
                 smallest, largest = int(chunk.min()), int(chunk.max())
                 low, high = (smallest, largest) if high < low else (min(low, smallest), max(high, largest))
-                is_countable = is_countable and low >= 0 and high < _LARGEST_COUNTED_ID
-                if is_countable:
+                if low >= 0 and high < _LARGEST_COUNTED_ID:
                     counts = np.concatenate([counts, np.zeros(max(0, high + 1 - len(counts)), dtype=np.int64)])
                     counts += np.bincount(chunk, minlength=len(counts))
+                else:
+                    counts = counts[:0]
                 here = last[np.searchsorted(last, start) : np.searchsorted(last, stop)]
                 if eod is not None:
                     ending += int(np.count_nonzero(chunk[here - start] == eod))
                 progress.update(len(here), chunk.nbytes, chunk.nbytes)
-    return TokenCounts(counts if is_countable else counts[:0], low, high, ending)
+    return TokenCounts(counts, low, high, ending)
 
 
 def describe(
