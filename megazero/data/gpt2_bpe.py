@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megazero.files import file_named, read_whole
 
 END_OF_TEXT = "<|endoftext|>"
-DEFAULT_FOLDERS = (Path("data/gpt2_bpe"), Path("data/tokenizer"))
+DEFAULT_FOLDERS: Sequence[Path] = (Path("data/gpt2_bpe"), Path("data/tokenizer"))
 _VOCAB_NAMES = ("encoder.json", "vocab.json")
 _MERGE_NAMES = ("vocab.bpe", "merges.txt")
 _REMEDY = (
@@ -42,14 +42,14 @@ def find_gpt2_files(
     if vocab_file or merge_file:
         given, missing = ("--vocab-file", "--merge-file") if vocab_file else ("--merge-file", "--vocab-file")
         raise ValueError(f"{given} {vocab_file or merge_file} needs {missing} too: the two files are one vocabulary")
-    if folder is not None and not Path(folder).exists():
-        raise FileNotFoundError(f"--tokenizer-path {folder}: there is no such file or folder. {_REMEDY}")
-    if folder is not None and Path(folder).is_file():
-        folder = Path(folder).parent
-    folders = DEFAULT_FOLDERS if folder is None else (Path(folder),)
+    folders = DEFAULT_FOLDERS
+    if folder is not None:
+        path = Path(folder)
+        if not path.exists():
+            raise FileNotFoundError(f"--tokenizer-path {folder}: there is no such file or folder. {_REMEDY}")
+        folders = (path.parent if path.is_file() else path,)
     for place in folders:
-        vocab = next((place / name for name in _VOCAB_NAMES if (place / name).is_file()), None)
-        merges = next((place / name for name in _MERGE_NAMES if (place / name).is_file()), None)
+        vocab, merges = _first_there(place, _VOCAB_NAMES), _first_there(place, _MERGE_NAMES)
         if vocab and merges:
             return vocab, merges
     raise FileNotFoundError(
@@ -61,7 +61,11 @@ def find_gpt2_files(
 def is_of_vocabulary(path: Path) -> bool:
     """Whether a .json lies, under such a name, beside the merges of a vocabulary."""
     has_name = path.name in (*_VOCAB_NAMES, "tokenizer.json")
-    return has_name and any((path.parent / name).is_file() for name in _MERGE_NAMES)
+    return has_name and _first_there(path.parent, _MERGE_NAMES) is not None
+
+
+def _first_there(folder: Path, names: Sequence[str]) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def read_gpt2_vocabulary(vocab_file: Path, merge_file: Path) -> tuple[dict[bytes, int], dict[str, int]]:
