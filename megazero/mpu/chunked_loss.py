@@ -101,16 +101,16 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk_size: int,
         token_chunk: int,
     ) -> Tensor:
-        first = group.rank() * weight.size(0)  # id of this rank's first row
         ctx.columns, ctx.chunk_size, ctx.token_chunk = columns, chunk_size, token_chunk
         rows = x.reshape(-1, x.size(-1))  # [tokens, h]
+        first = group.rank() * weight.size(0)  # id of this rank's first row
         # [tokens] column of the target; outside of [0, columns) on another rank
         ids = targets.reshape(-1).long() - first
 
         none = rows[:, :0]  # a rank with nothing but padding has no chunk
         maxima, sums = ([part] for part in max_and_sum(none))  # [tokens] per chunk of the vocabulary
         target_logit = torch.zeros_like(sums[0])
-        for part, column, is_here in _chunks(ids, ctx.columns, chunk_size):
+        for part, column, is_here in _chunks(ids, columns, chunk_size):
             chunk_max, chunk_sum = torch.empty_like(target_logit), torch.empty_like(target_logit)
             for some in _slices(rows.size(0), token_chunk):
                 logits = rows[some].mm(weight[part].t())  # [some tokens, chunk]
@@ -121,7 +121,7 @@ class _ChunkedLoss(torch.autograd.Function):
             maxima.append(chunk_max)
             sums.append(chunk_sum)
 
-        is_own = (ids >= 0) & (ids < ctx.columns)
+        is_own = (ids >= 0) & (ids < columns)
         largest, z, loss = over_ranks(torch.stack(maxima), torch.stack(sums), target_logit, is_own, group)
         ctx.save_for_backward(x, weight, ids, largest, z)
         return loss.view(targets.shape)
@@ -162,12 +162,11 @@ class _ChunkedLoss(torch.autograd.Function):
 def _slices(length: int, step: int) -> Iterator[slice]:
     """Of at most `step` each, in order."""
     for start in range(0, length, step):
-        yield slice(start, start + step)
+        yield slice(start, min(start + step, length))
 
 
 def _chunks(ids: Tensor, columns: int, chunk_size: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Of each chunk: its columns; the column in it of each token's target [tokens, 1], 0 where it is not in it; whether it is."""
-    for start in range(0, columns, chunk_size):
-        stop = min(start + chunk_size, columns)
-        is_here = (ids >= start) & (ids < stop)
-        yield slice(start, stop), (ids - start).masked_fill(~is_here, 0)[:, None], is_here
+    for part in _slices(columns, chunk_size):
+        is_here = (ids >= part.start) & (ids < part.stop)
+        yield part, (ids - part.start).masked_fill(~is_here, 0)[:, None], is_here
