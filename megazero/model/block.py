@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, cast
 
@@ -185,8 +185,9 @@ class Transformer(nn.Module):
     def run_blocks(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """`forward` without the final layer norm."""
         if not torch.is_grad_enabled():
-            return self._run(0, len(self.layers))(x, mask)
-        for run, is_recomputed in self._runs():
+            return _run(self.blocks, x, mask)
+        for blocks, is_recomputed in self._runs():
+            run = functools.partial(_run, blocks)
             # The mask goes last: partitioned checkpointing cuts every argument but the last over the ranks.
             x = self._checkpoint(run, x, mask) if is_recomputed else run(x, mask)
         return x
@@ -197,25 +198,21 @@ class Transformer(nn.Module):
         checkpoint = checkpointer.checkpoint_sharded if self.sequence_parallel else checkpointer.checkpoint
         return checkpoint(run, x, mask)
 
-    def _runs(self) -> Iterator[tuple[Callable[[Tensor, Tensor | None], Tensor], bool]]:
+    def _runs(self) -> Iterator[tuple[list[TransformerBlock], bool]]:
         """The blocks in groups, and whether each is recomputed."""
         if self.recompute is None:
             raise RuntimeError(
                 "--recompute auto: what each block recomputes has not been decided. The GPT-2 job measures it at its start; in a "
                 "script of your own call megazero.model.recompute.decide_recompute(model.transformer, ...) before training."
             )
-        for is_full, group in groupby(
-            range(len(self.layers)), key=[mode == "full" for mode in self.recompute].__getitem__
-        ):
-            indices = list(group)
-            step = self.checkpoint_num_layers if is_full else len(indices)
-            for part in (indices[i : i + step] for i in range(0, len(indices), step)):
-                yield self._run(part[0], part[-1] + 1), is_full
+        for is_full, pairs in groupby(zip(self.blocks, self.recompute, strict=True), lambda pair: pair[1] == "full"):
+            blocks = [block for block, _ in pairs]
+            step = self.checkpoint_num_layers if is_full else len(blocks)
+            for start in range(0, len(blocks), step):
+                yield blocks[start : start + step], is_full
 
-    def _run(self, start: int, stop: int) -> Callable[[Tensor, Tensor | None], Tensor]:
-        def run(x: Tensor, mask: Tensor | None) -> Tensor:
-            for block in self.blocks[start:stop]:  # a list: a slice of self.layers would be a new module
-                x = block(x, mask)
-            return x
 
-        return run
+def _run(blocks: Iterable[TransformerBlock], x: Tensor, mask: Tensor | None) -> Tensor:
+    for block in blocks:
+        x = block(x, mask)
+    return x
