@@ -255,14 +255,12 @@ def _coefficients(settings: AdamSettings, step: float, scale: float) -> tuple[An
     """The numbers that `adam_pass` takes: computed in double precision and rounded once, as torch's kernel does."""
     correction1 = 1 - settings.beta1**step if settings.corrects_bias else 1.0
     correction2 = 1 - settings.beta2**step if settings.corrects_bias else 1.0
-    lerp, wd = np.float32(1 - settings.beta1), settings.weight_decay
+    wd = settings.weight_decay
     return (
         None if scale == 1.0 else np.float32(1.0 / scale),
         np.float32(wd) if wd != 0 and not settings.is_decoupled else None,
         np.float32(1 - settings.lr * wd) if wd != 0 and settings.is_decoupled else None,
-        lerp,
-        lerp - np.float32(1),
-        bool(lerp < 0.5),
+        np.float32(1 - settings.beta1),
         np.float32(settings.beta2),
         np.float32(1 - settings.beta2),
         np.float32(math.sqrt(correction2)),

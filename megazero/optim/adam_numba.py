@@ -149,8 +149,6 @@ def adam_pass(
     l2: np.float32 | None,
     decay: np.float32 | None,
     lerp: np.float32,
-    lerp_back: np.float32,
-    is_small: bool,
     beta2: np.float32,
     rest2: np.float32,
     root: np.float32,
@@ -168,7 +166,7 @@ def adam_pass(
         divisor: of the gradients.
         l2: weight decay that is added to the gradients (Adam).
         decay: what the weights are multiplied with (AdamW): 1 - lr * weight_decay.
-        lerp: 1 - beta1; `lerp_back` is `lerp` - 1 and `is_small` says that `lerp` is below one half.
+        lerp: 1 - beta1.
         beta2: decay of the second moment; `rest2` is 1 - beta2.
         root: square root of the second moment's bias correction.
         minus_step: -lr, divided by the first moment's bias correction.
@@ -192,10 +190,10 @@ def adam_pass(
                     g = _fused_multiply_add(w, l2, g)
             if decay is not None:
                 w = w * decay
-            if is_small:
+            if lerp < 0.5:  # as torch's lerp does
                 m = _fused_multiply_add(lerp, g - m, m)
             else:
-                m = _fused_multiply_add(lerp_back, g - m, g)
+                m = _fused_multiply_add(lerp - np.float32(1), g - m, g)
             v = exp_avg_sq[i]
             if fuses_square is not None:
                 v = _fused_multiply_add(rest2 * g, g, v * beta2)
