@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -94,15 +95,15 @@ class ParallelSelfAttention(nn.Module):
         q, k, v = split_heads(self.query_key_value(x), self.head_size)  # [b, n/t, s, d] each
         if cache is not None:
             k, v = cache.append(k, v)  # [b, n/t, keys, d]
-        core = partial(
-            attend,
-            is_causal=mask is None,
-            dropout=self.dropout if self.training else 0.0,
-            model_parallel_size=self.query_key_value.group.size(),
-        )
+        core = self.core(is_causal=mask is None)
         if self.recomputes_core and cache is None and torch.is_grad_enabled():
             checkpointer = self.checkpointer or activation_checkpointing.default
             context = outside_graphs(checkpointer.checkpoint_sharded, core, q, k, v, mask)
         else:
             context = core(q, k, v, mask)
         return self.dense(merge_heads(context))
+
+    def core(self, is_causal: bool) -> Callable[..., Tensor]:
+        """`attend` as this layer calls it in its present mode, of Q, K, V and mask: what `recomputes_core` runs again."""
+        dropout, size = self.dropout if self.training else 0.0, self.query_key_value.group.size()
+        return partial(attend, is_causal=is_causal, dropout=dropout, model_parallel_size=size)

@@ -25,7 +25,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megazero import activation_checkpointing, comm
 from megazero.activation_checkpointing.storage import Storage
-from megazero.model.attention import attend
 from megazero.model.block import Transformer, TransformerBlock
 from megazero.model.config import BLOCK_MODES
 from megazero.model.modes import in_mode
@@ -156,12 +155,11 @@ def measure_block(
             checkpoint = checkpointer.checkpoint_sharded if slices > 1 else checkpointer.checkpoint
             run = partial(checkpoint, block, x.clone().requires_grad_(), mask)
             nbytes["full"] = _kept_bytes(run, block, mask, checkpointer.storage)
-            options: dict[str, Any] = {"is_causal": mask is None, "dropout": attention.dropout}
-            options["model_parallel_size"] = group.size()
+            core = partial(attention.core(is_causal=mask is None), q, k, v, mask)
             seconds = {
                 "none": 0.0,
-                "selective": _fastest(lambda: attend(q, k, v, mask, **options)),
-                "full": _fastest(lambda: block(x, mask)),
+                "selective": _fastest(core),
+                "full": _fastest(partial(block, x, mask)),
             }
         finally:
             attention.recomputes_core = was_selective
