@@ -18,6 +18,7 @@ from megazero.model.config import GPT2Config
 from megazero.model.documents import document_mask
 from megazero.model.init import normal_init
 from megazero.mpu.chunked_loss import chunked_vocab_parallel_loss
+from megazero.mpu.groups import group_or_default
 from megazero.mpu.init import init_weight_
 from megazero.mpu.linear_overlap import column_linear
 from megazero.mpu.random import own_stream
@@ -52,7 +53,7 @@ class GPT2Model(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        group = group if group is not None else mpu.get_model_parallel_group()
+        group = group_or_default(group)
         config.check_parallel(group.size())
         where: dict[str, Any] = {"group": group, "device": device, "dtype": dtype}
         self.word_embeddings = mpu.VocabParallelEmbedding(

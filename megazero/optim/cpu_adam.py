@@ -143,7 +143,7 @@ class CPUAdam(torch.optim.Optimizer):
 
     def _is_mixed(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter has 16 bits and its moments, present or future, are fp32."""
-        moments = self.state[parameter].get("exp_avg") if parameter in self.state else None
+        moments = self.state.get(parameter, {}).get("exp_avg")
         is_fp32 = self.defaults["fp32_optimizer_states"] if moments is None else moments.dtype == torch.float32
         return parameter.dtype in SIXTEEN_BITS and is_fp32
 
