@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
+from itertools import compress
 from typing import Any
 
 import torch
@@ -49,15 +50,10 @@ class Call:
         self._rng = RngState.capture()
         kinds = sorted({"cpu", comm.local_device().type} - {"meta"})  # which has no autocast
         self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-        self.kept: Kept | None = None
-        self.before: Kept | None = None
-        self._is_copied = [False] * len(tensors)
-        if storage.copies(channel):
-            self._is_copied = _copied(tensors, args, storage.device)
-            copied = [x for x, is_copied in zip(tensors, self._is_copied, strict=True) if is_copied]
-            if copied:
-                self.kept = Kept(storage, copied, channel)
-                self.before = _kept_before(copied)
+        self._is_copied = _copied(tensors, args, storage.device) if storage.copies(channel) else [False] * len(tensors)
+        copied = list(compress(tensors, self._is_copied))
+        self.kept = Kept(storage, copied, channel) if copied else None
+        self.before = _kept_before(copied)
 
     def refuse_hidden(self) -> None:
         """Refuses arguments that are no container and hold tensors with a graph, which would lose their gradients.
