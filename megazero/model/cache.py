@@ -56,24 +56,21 @@ class KeyValueCache:
         self._keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
         self._values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
 
-    def extend(self, tokens: int) -> None:
-        """Makes room for one more forward pass of `tokens` tokens.
+    def extend(self, slots: Tensor) -> tuple[list[LayerCache], Tensor]:
+        """Makes room for one more forward pass, over tokens at `slots` [b, s].
+
+        Returns:
+            Each layer's part, and the mask [b, 1, s, length]: True where a token may read, itself and what is before it.
 
         Raises:
             ValueError: the cache would be longer than `max_length`.
         """
+        tokens = slots.size(1)
         if self.length + tokens > self.max_length:
             raise ValueError(
                 f"the key-value cache holds {self.max_length} positions, {self.length} are taken and {tokens} more were asked "
                 "for. Make it with a larger max_length."
             )
         self.length += tokens
-
-    def layers(self, slots: Tensor) -> list[LayerCache]:
-        """Each layer's part for a forward pass over tokens at `slots` [b, s]."""
-        return [LayerCache(k, v, slots, self.length) for k, v in zip(self._keys, self._values, strict=True)]
-
-    def mask(self, slots: Tensor) -> Tensor:
-        """[b, 1, s, length] bool, True where the token at a slot may read: itself and what is before it."""
-        keys = torch.arange(self.length, device=slots.device)
-        return keys <= slots[:, None, :, None]
+        layers = [LayerCache(k, v, slots, self.length) for k, v in zip(self._keys, self._values, strict=True)]
+        return layers, torch.arange(self.length, device=slots.device) <= slots[:, None, :, None]

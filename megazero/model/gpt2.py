@@ -161,6 +161,5 @@ class GPT2Model(nn.Module):
             return self.transformer(x, None if document_ids is None else document_mask(document_ids, x.dtype))
         if document_ids is not None:
             raise ValueError("document_ids cannot be used with a cache: generate each document as a row of its own.")
-        slots = position_ids.expand(x.size(1), -1)  # [b, s]
-        cache.extend(x.size(0))
-        return self.transformer(x, cache.mask(slots), cache.layers(slots))
+        layers, mask = cache.extend(position_ids.expand(x.size(1), -1))  # a token's slot is its position
+        return self.transformer(x, mask, layers)
