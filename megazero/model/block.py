@@ -54,11 +54,6 @@ class TransformerBlock(nn.Module):
         body = compiled(self.body) if self.compile_body and cache is None else self.body
         return body(self, x, mask, cache)
 
-    def parameters_of_slices(self) -> list[nn.Parameter]:
-        """The parameters that a sequence-parallel block uses on slices: of both norms, and the biases behind them."""
-        norms = [*self.input_layernorm.parameters(), *self.post_attention_layernorm.parameters()]
-        return [*norms, self.attention.dense.bias, cast(nn.Parameter, self.mlp.dense_4h_to_h.bias)]
-
 
 def _body(block: TransformerBlock, x: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
     p, training = block.hidden_dropout, block.training
@@ -71,25 +66,23 @@ def _sequence_body(block: TransformerBlock, x: Tensor, mask: Tensor | None, _: L
 
     They leave their biases to be added here, so that one message sums the gradients of all parameters used on slices.
     """
-    group = block.attention.dense.group
-    shared = mpu.copy_parameters_to_sequence_parallel_region(block.parameters_of_slices(), group)
-    *norms, attention_bias, mlp_bias = shared
+    first, second = block.input_layernorm, block.post_attention_layernorm
+    biases = block.attention.dense.bias, cast(nn.Parameter, block.mlp.dense_4h_to_h.bias)
+    *norms, attention_bias, mlp_bias = mpu.copy_parameters_to_sequence_parallel_region(
+        [*first.parameters(), *second.parameters(), *biases], block.attention.dense.group
+    )
     half = len(norms) // 2
-    out, _ = block.attention(normalise_slice(block.input_layernorm, x, norms[:half]), mask)
+    out, _ = block.attention(normalise_slice(first, x, norms[:half]), mask)
     x = _add_slice(block, x, out + attention_bias)
-    out, _ = block.mlp(normalise_slice(block.post_attention_layernorm, x, norms[half:]))
+    out, _ = block.mlp(normalise_slice(second, x, norms[half:]))
     return _add_slice(block, x, out + mlp_bias)
 
 
 def _tiled_sequence_body(block: TransformerBlock, x: Tensor, mask: Tensor | None, _: LayerCache | None) -> Tensor:
     """`_sequence_body` of children that ZeRO gathers one by one: each sums the gradients of its own parameters."""
     group = block.attention.dense.group
-    for norm, inner in (
-        (block.input_layernorm, lambda x: block.attention(x, mask)),
-        (block.post_attention_layernorm, block.mlp),
-    ):
-        x = _add_slice(block, x, inner(norm(x, group)))
-    return x
+    x = _add_slice(block, x, block.attention(block.input_layernorm(x, group), mask))
+    return _add_slice(block, x, block.mlp(block.post_attention_layernorm(x, group)))
 
 
 def _add_slice(block: TransformerBlock, x: Tensor, out: Tensor) -> Tensor:
