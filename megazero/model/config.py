@@ -192,10 +192,9 @@ class GPT2Config:
     def differences(self, other: GPT2Config) -> dict[str, tuple[Any, Any]]:
         """The fields that make `other` another model, with the values of both."""
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in (*SEEN_IN_SHAPES, *UNSEEN_IN_SHAPES)}
-        found = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-        if "intermediate_size" in found:  # None is a width, too
-            found["intermediate_size"] = self.mlp_size, other.mlp_size
-        return {name: (own, others) for name, (own, others) in found.items() if own != others}
+        if self.intermediate_size != other.intermediate_size:  # None is a width, too
+            pairs["intermediate_size"] = self.mlp_size, other.mlp_size
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     @property
     def recomputed_together(self) -> int:
