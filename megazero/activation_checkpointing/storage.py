@@ -103,6 +103,10 @@ class _InMemory(MemoryVector):
         if self.link is not None:
             self.send(buffer)
 
+    def fill(self, part: Tensor, gather: Callable[[], Work]) -> Work:
+        """Starts to copy them to `part`, on the device, and to gather after that."""
+        return Arrival(part.device, comes_ahead=False).fill(self, part, gather)
+
     def free(self) -> None:
         """Gives the memory back."""
         self._give_back()
@@ -132,8 +136,8 @@ class _OnDrive:
             buffer = self.buffer()
             self._read = buffer, self._swap.read(self._region, buffer, after=self._write)
 
-    def bring(self) -> Tensor:
-        """The bytes.
+    def fill(self, part: Tensor, gather: Callable[[], Work]) -> Work:
+        """Copies them to `part`, on the device, when they have been read, and starts to gather.
 
         Raises:
             OSError: they could not be written or read.
@@ -142,7 +146,8 @@ class _OnDrive:
         assert self._read is not None
         (buffer, transfer), self._read = self._read, None
         transfer.wait()
-        return buffer[: self._nbytes]
+        part.copy_(buffer[: self._nbytes])  # the copy has ended when the buffer goes, which is now
+        return gather()
 
     def free(self) -> None:
         """Gives the place back, when what is under way there has ended."""
@@ -203,10 +208,7 @@ class Kept:
         """The buffers of all ranks on the device, when the work is done."""
         whole = torch.empty(self._parts * self.nbytes, dtype=torch.uint8, device=self._storage.device)
         part = whole.view(self._parts, -1)[self._part]
-        if isinstance(rest, _InMemory):
-            return whole, Arrival(whole.device, comes_ahead=False).fill(rest, part, partial(self._gather, whole))
-        part.copy_(rest.bring())  # from a drive it came into a buffer that goes now: the copy has ended
-        return whole, self._gather(whole)
+        return whole, rest.fill(part, partial(self._gather, whole))
 
     def _gather(self, whole: Tensor) -> Work:
         """Starts to bring the other ranks' parts."""
