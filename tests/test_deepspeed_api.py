@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import megazero as deepspeed
 from megazero import comm, mpu
@@ -392,6 +392,27 @@ def loader_case() -> None:
 def test_training_data_becomes_a_loader_that_shares_samples_out():
     shares = run_ranks(2, loader_case)
     assert sorted(shares[0] + shares[1]) == list(range(10))
+
+
+class UpToFour(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+def test_a_loader_has_the_samples_and_the_options_that_it_is_given(one_rank):
+    engine, *_ = deepspeed.initialize(model=make_model(), config=CONFIG, collate_fn=list)
+    for dataset in (range(4), UpToFour()):
+        assert list(engine.deepspeed_io(dataset, route="eval")) == [[0, 1], [2, 3]]
+    assert sorted(i for batch in engine.deepspeed_io(range(4)) for i in batch) == [0, 1, 2, 3]
+    loader = engine.deepspeed_io(range(9), data_sampler=[8, 3, 5], collate_fn=sum, num_local_io_workers=1)
+    assert list(loader) == [11, 5] and loader.num_workers == 1 and not loader.pin_memory  # on a CPU
+
+
+def test_what_an_optimizer_of_ones_own_leaves_out_is_told(one_rank, caplog):
+    model = make_model()
+    deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1), config=CONFIG)
+    assert "the optimizer given to initialize is used, not the configuration's AdamW" in caplog.text
+    assert "2 parameters require a gradient but are in no group, and are not trained: ['2.weight', '2." in caplog.text
 
 
 def test_configuration_sources(one_rank, tmp_path):
