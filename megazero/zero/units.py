@@ -50,7 +50,7 @@ def _units_in(module: nn.Module, shared: set[nn.Parameter], is_root: bool = Fals
     children = [child for name, child in module.named_children() if name != "parametrizations"]
     if (not children or is_parametrized(module)) and not is_root:
         own = list(module.parameters())
-        is_large = sum(p.numel() for p in own) > LARGE_LEAF_NUMEL and not hasattr(module, "num_embeddings")
+        is_large = sum(math.prod(shape_of(p)) for p in own) > LARGE_LEAF_NUMEL and not hasattr(module, "num_embeddings")
         return [module] if is_large and not shared.intersection(own) else []
     return [unit for child in children for unit in _units_in(child, shared)]
 

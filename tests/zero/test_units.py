@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from megazero import zero
 from megazero.zero.config import ZeroConfig
 from megazero.zero.units import BucketPlan, find_units, plan_buckets, share_buckets
 from tests.zero.models import make_engine, one_step
@@ -67,6 +68,13 @@ def test_parametrized_modules_stay_whole():
         model.small, model.large = normed(), normed(2049)
     assert names_of_units(model) == ["large"]
     assert names_of_units(normed()) == []
+
+
+def test_a_large_layer_is_a_unit_also_of_a_model_that_was_built_sharded(one_rank):
+    with zero.Init():
+        model = nn.Module()
+        model.small, model.large = nn.Linear(2, 2), nn.Linear(2049, 2049)
+    assert model.large.weight.shape == (0,) and names_of_units(model) == ["large"]
 
 
 class Pairs(nn.Module):
