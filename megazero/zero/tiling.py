@@ -212,7 +212,7 @@ class TiledLinear(nn.Module):
         width = x.size(-1)
         ranks = self.in_features // width if width else 0  # a row-parallel layer's input may be this rank's part only
         sizes = [_size(self.in_parts, i) // max(ranks, 1) for i in range(self.in_splits)]
-        if sum(sizes) != width:
+        if sum(sizes) != width or width * ranks != self.in_features:
             raise SplitInputError(
                 f"TiledLinear: the input's last dimension is {width}, in_features is {self.in_features} (in {self.in_splits} "
                 "tiles). It must be that, or an equal share of it on each model-parallel rank."

@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(RuntimeError, match=f"{next(iter(splits))}={next(iter(splits.values()))}"):
             TiledLinear(7, 11, **splits)
     tiled = TiledLinear(7, 11, in_splits=2, out_splits=2)
-    for width in (6, 14, 0):
+    for width in (6, 14, 0, 2):
         with pytest.raises(ValueError, match=f"last dimension is {width}, in_features is 7"):
             tiled(torch.randn(2, width))
     with pytest.raises(ValueError, match="takes one tensor"):
