@@ -121,10 +121,10 @@ def kept_on_device(config: ZeroConfig, plans: Sequence[BucketPlan]) -> frozenset
     trained = [index for index, plan in enumerate(plans) if plan.is_trainable]
     if config.offload_optimizer == "none":
         return frozenset(trained)
-    offloaded = config.offload_optimizer_ratio
     forward = sorted(trained, key=lambda index: (plans[index].unit == ROOT, plans[index].unit))
     sizes = {index: plans[index].layout.shard_numel for index in forward}
-    return frozenset(first_that_fit(sizes, (1 - offloaded) * sum(sizes.values()))) if offloaded < 1 else frozenset()
+    room = round((1 - config.offload_optimizer_ratio) * sum(sizes.values()))  # 1 - 0.9 is a little less than 0.1
+    return frozenset(first_that_fit(sizes, room))
 
 
 def optimizer_buffers(config: ZeroConfig, plans: Sequence[BucketPlan]) -> tuple[int, int]:

@@ -26,9 +26,9 @@ from megazero.utils import (
 )
 from megazero.zero.bucket import MASTER
 from megazero.zero.config import ZeroConfig
-from megazero.zero.homes import TILE_MULTIPLE, tile_numel
+from megazero.zero.homes import TILE_MULTIPLE, kept_on_device, tile_numel
 from megazero.zero.memory import plan_memory
-from megazero.zero.units import ROOT
+from megazero.zero.units import ROOT, find_units, plan_buckets
 from megazero.zero.update import Update
 from tests.ranks import run_ranks
 from tests.zero.models import MODELS, STEPS, Wide, compare, full_grad, make_engine, my_batch, run, token_batches, train
@@ -509,6 +509,13 @@ def test_a_ratio_leaves_the_first_units_states_on_the_device_bit_for_bit(stage, 
     for shares in run_ranks(2, ratio_case, str(tmp_path), stage, dtype):
         (none, _), (half, _), (most, has_root), everything = shares
         assert none == 0 and 0.4 < half <= 0.5 and half < most <= 0.75 and not has_root and everything == (1.0, True)
+
+
+def test_a_ratio_that_leaves_whole_units_leaves_all_of_them():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
+    plans = plan_buckets(model, find_units(model), 1, {name: 0 for name, _ in model.named_parameters()}, ZeroConfig())
+    shares = [ZeroConfig(1, offload_optimizer="cpu", offload_optimizer_ratio=tenths / 10) for tenths in range(11)]
+    assert [len(kept_on_device(share, plans)) for share in shares] == [*range(10, -1, -1)]
 
 
 @pytest.mark.parametrize(
