@@ -228,7 +228,7 @@ def _set_state(place: _Place, key: str, values: Tensor, first: int) -> None:
     for tile in bucket.tiles:
         with optimizer.state_at_hand(tile, [key], writes=True) as states:
             for view, part in optimizer.parts_of(states, tile, key, segment):
-                view.copy_(values[part.start - first : part.stop - first])
+                view.detach().copy_(values[part.start - first : part.stop - first])
 
 
 def _set_full(part: tuple[Tensor, slice], values: Tensor) -> None:

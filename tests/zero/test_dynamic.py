@@ -23,6 +23,7 @@ from megazero.engine import Engine, EngineStateError
 from megazero.optim.loss_scaler import LossScaler
 from megazero.zero import GatheredParameters, ZeroConfig, build
 from megazero.zero.gradient import Gradient
+from megazero.zero.registry import bucket_of
 from tests.comm.ways import use_one_lane
 from tests.ranks import run_ranks
 from tests.zero.models import (
@@ -554,7 +555,8 @@ def access_case(dtype: torch.dtype) -> None:
         assert moment.shape == (15, 5) and moment.abs().sum() > 0
         parts = utils.safe_get_local_optimizer_state(weight, "exp_avg")
         assert parts.numel() <= 75 and utils.safe_get_local_fp32_param(weight).numel() == parts.numel()
-        utils.safe_set_full_optimizer_state(weight, torch.full((15, 5), 0.25), "exp_avg")
+        utils.safe_set_full_optimizer_state(weight, torch.full((15, 5), 0.25, requires_grad=True), "exp_avg")
+        assert not bucket_of(weight).states["exp_avg"].resident.requires_grad
         assert (utils.safe_get_full_optimizer_state(weight, "exp_avg") == 0.25).all()
         utils.safe_set_local_optimizer_state(weight, torch.full_like(parts, 0.5), "exp_avg")
         assert (utils.safe_get_full_optimizer_state(weight, "exp_avg") == 0.5).all()
