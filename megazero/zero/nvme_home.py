@@ -74,8 +74,9 @@ class NvmeHome:
             values = values.clone()
         vector = self.vector(values.numel(), values.dtype)
         # In pieces of whole pages: a buffer for all of it would take the memory that is to be saved.
-        for start in range(0, vector.numel, self.buffer_nbytes // values.element_size()):
-            piece = values[start : start + self.buffer_nbytes // values.element_size()]
+        most = self.buffer_nbytes // values.element_size()
+        for start in range(0, vector.numel, most):
+            piece = values[start : start + most]
             if is_across:
                 vector.send(piece, start)
             else:
