@@ -131,7 +131,7 @@ class GatheredParameters:
         for bucket in self.buckets:
             # What is read while a forward goes on is autograd's, which reads it again once it is gathered for backward. What an
             # earlier context has lent stays so.
-            bucket.weights.is_lent |= kind is None and not changed and not _is_in_use(bucket)
+            bucket.weights.is_lent |= not _is_in_use(bucket)
             # If anything was written, all ranks undo it, or they would gather different buckets next.
             is_undone = bool(changed) or (kind is not None and not _is_in_use(bucket))
             bucket.weights.is_kept &= not is_undone  # even if a graph made by a backward reads the old values

@@ -565,6 +565,23 @@ def test_data_that_is_assigned_inside_gathered_parameters_is_kept_or_refused(sta
     run_ranks(2, assigned_case, stage)
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_was_read_stays_valid_after_a_context_that_undoes_its_changes(one_rank, fails):
+    with zero.Init():
+        layer = nn.Linear(3, 3)
+    with pytest.raises(RuntimeError, match="own error" if fails else "changed inside"):
+        with zero.GatheredParameters(layer.weight):
+            read, before = layer.weight.detach(), layer.weight.detach().clone()
+            layer.weight.data.fill_(7.0)
+            if fails:
+                raise RuntimeError("own error")
+    nbytes = read.untyped_storage().nbytes()
+    assert nbytes, "else to read it would end the process"
+    assert (read == 7.0).all()
+    with zero.GatheredParameters(layer.weight):
+        assert torch.equal(layer.weight, before)
+
+
 def lonely_case() -> None:
     mpu.initialize_model_parallel(1, timeout_s=5.0)
     torch.manual_seed(0)
