@@ -295,7 +295,7 @@ def join_tiles(state: Mapping[str, Tensor], places: Mapping[str, TilePlace]) -> 
 
 def cut_whole(state: dict[str, Any], places: Mapping[str, TilePlace]) -> list[str]:
     """Replaces whole layers' parameters in `state` with tiles. Returns a message for each parameter of another shape."""
-    wholes = {place.whole: place.shape for place in places.values() if place.whole in state}
+    wholes = {place.whole: place.shape for place in places.values() if isinstance(state.get(place.whole), Tensor)}
     fitting = {key for key, shape in wholes.items() if state[key].shape == shape}  # a larger one's slices would fit too
     state.update({name: state[p.whole][p.slices] for name, p in places.items() if p.whole in fitting})
     given = {key: tuple(state.pop(key).shape) for key in wholes}

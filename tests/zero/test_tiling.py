@@ -146,6 +146,8 @@ def test_the_state_of_a_whole_layer_is_loaded_and_that_of_tiles():
             tiled.load_state_dict(nn.Sequential(nn.Linear(*features)).state_dict(), strict=False)
     with pytest.raises(RuntimeError, match=r"Missing key.*0.linears.0.1.bias"):
         tiled.load_state_dict({"0.weight": whole[0].weight})
+    with pytest.raises(RuntimeError, match=r"Missing key.*0.linears.0.0.weight"):
+        tiled.load_state_dict({**given, "0.weight": None})
 
 
 def test_a_layer_that_returns_its_bias_returns_all_of_it_once():
