@@ -186,6 +186,15 @@ def test_this_machine_is_known_by_its_addresses():
     assert not is_this_machine("192.0.2.1"), "an address that is reserved for documentation"
 
 
+def test_an_address_of_a_family_that_the_kernel_lacks_is_none_of_this_machine(monkeypatch):
+    kind, unknown = socket.SOCK_STREAM, 999  # stands for IPv6 under ipv6.disable=1, with ::1 in /etc/hosts
+    found = [(unknown, kind, 0, "", ("::1", 0))]
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: found)
+    assert not is_this_machine("localhost")
+    found += [(socket.AF_INET, kind, 0, "", ("127.0.0.1", 0))]
+    assert is_this_machine("localhost")
+
+
 def test_cores():
     assert parse_cores("0-2,8") == [0, 1, 2, 8]
     assert [bind.share([0, 1, 2, 8, 9], rank, 2) for rank in (0, 1)] == [[0, 1], [2, 8]]

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 
 from megazero.logging import some
 
@@ -116,11 +117,9 @@ def is_this_machine(host: str) -> bool:
     except OSError:
         return False  # ssh may know the name from its own configuration
     for family, address in found:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            try:
-                probe.bind((address, 0))
-            except OSError:
-                continue
+        # The name may have an IPv6 address in /etc/hosts where the kernel has no IPv6, and so no such sockets.
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
             return True
     return False
 
