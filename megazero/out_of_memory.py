@@ -19,8 +19,12 @@ NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "'out of memory
 
 
 @contextmanager
-def tells_out_of_memory(config: Config, job: Job | None = None) -> Iterator[None]:
+def tells_out_of_memory(config: Config, job: Job | None = None, when: str = "") -> Iterator[None]:
     """Replaces an out-of-memory error of a device or host by one that says what is held, and which flags take less.
+
+    Args:
+        job: None while it is being made.
+        when: what the block does, if it makes no steps.
 
     Raises:
         MemoryError: there was no memory for a tensor.
@@ -31,17 +35,16 @@ def tells_out_of_memory(config: Config, job: Job | None = None) -> Iterator[None
         if not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in NO_MEMORY):
             raise
         ways = ways_to_less_memory(config, torch.distributed.get_world_size(), comm.local_device())
-        raise MemoryError(_describe(error, job, ways)) from error
+        raise MemoryError(_describe(error, job, when, ways)) from error
 
 
-def _describe(error: Exception, job: Job | None, ways: list[str]) -> str:
+def _describe(error: Exception, job: Job | None, when: str, ways: list[str]) -> str:
     """The message of a rank that found no memory for a tensor: when, what it holds, and what takes less.
 
     Args:
-        job: None if it was still being made.
         ways: flags that lower what a device holds.
     """
-    when = "while the job was being made" if job is None else f"in iteration {job.iteration + 1}"
+    when = when or ("while the job was being made" if job is None else f"in iteration {job.iteration + 1}")
     lines = [f"rank {torch.distributed.get_rank()} ran out of memory {when}: {error}"]
     if job is not None:
         lines.append(describe_memory(job, "memory, planned and held when it failed", job.engine.memory()))

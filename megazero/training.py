@@ -110,7 +110,10 @@ def pretrain(
         job.stop.end_at(started + 60 * minutes, f"--exit-duration-in-mins {minutes:g}")
     if config.checkpoint.save:
         _claim(job)
-    with tells_out_of_memory(config, job), told_if_slow(logger, "loading the checkpoint takes a while"):
+    with (
+        tells_out_of_memory(config, job, "while the checkpoint was being loaded"),
+        told_if_slow(logger, "loading the checkpoint takes a while"),
+    ):
         load(job, is_expected=loads)
     train, valid, test = datasets(job)
     metrics = comm.together(partial(metrics_writer, job))
@@ -131,10 +134,9 @@ def pretrain(
             flags.train_iters,
         )
     if not job.is_cut and job.iteration >= flags.train_iters:
-        with tells_out_of_memory(config, job):
-            for part, sets in (("valid", valid), ("test", test)):
-                if evaluate_and_log(job, metrics, sets, part, "the end of training"):
-                    job.is_cut = True
+        for part, sets in (("valid", valid), ("test", test)):
+            if evaluate_and_log(job, metrics, sets, part, "the end of training"):
+                job.is_cut = True
     _finish(job, metrics)
     # As late as possible: if a node joins, torchrun signals the ranks of all nodes, but not at the same moment.
     if job.is_cut and comm.is_left_by_nodes(job.stop.received is not None):
@@ -321,7 +323,8 @@ def evaluate_and_log(job: Job, metrics: MetricsWriter, sets: dict[str, Any], par
         A reason to stop now, if any rank has one: then the evaluation was not finished.
     """
     for name, dataset in sets.items():
-        loss = evaluate(job, dataset)
+        with tells_out_of_memory(job.config, job, f"in the evaluation at {where}"):
+            loss = evaluate(job, dataset)
         section, of_set = (f"{part}/{name}", f" of {name}") if name else (part, "")
         what = f"{'validation' if part == 'valid' else part} loss{of_set}"
         if loss is None:

@@ -570,6 +570,13 @@ def test_a_rank_without_memory_says_what_is_held_and_what_takes_less(corpus, tmp
     assert "Each of these takes less: --checkpoint-activations; --batch-size 1." in report
 
 
+def test_an_evaluation_without_memory_is_not_taken_for_a_step(corpus, tmp_path):
+    script = tmp_path / "short_of_memory.py"
+    script.write_text(SHORT_OF_MEMORY.format(what="torch.empty(1 << 58)"))
+    done = run_script(1, str(script), flags(corpus, tmp_path / "saved", 1, "--eval-iters", "1"))
+    assert "error: rank 0 ran out of memory in the evaluation at the end of training: " in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize(
     "text",
     [
