@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -20,7 +18,6 @@ from megazero.entry import run_script
 from megazero.evaluation import check_stride, ending_accuracy, last_word_accuracy, sliding_window_perplexity
 from megazero.inference import InferenceConfig, Trained, load_model, open_checkpoint
 from megazero.logging import counted, table
-from megazero.model.config import GPT2Config
 from megazero.option import check_options, option
 from megazero.texts import has_lines_of_json, load_questions, load_texts, read_text, wikitext_detokenize, word_count
 
@@ -64,9 +61,9 @@ class EvaluationConfig:
             raise ValueError(f"--valid-data {self.valid_data}: there is no such file.")
         check_options(self)
 
-    def window(self, client: Mapping[str, Any], model: GPT2Config) -> int:
+    def window(self, trained: Trained) -> int:
         """Tokens per window. An imported checkpoint does not record its training job's, so the window is all positions."""
-        return self.seq_length or client.get("seq_length", model.max_position_embeddings)
+        return self.seq_length or trained.client.get("seq_length", trained.model.max_position_embeddings)
 
     def stride(self, window: int) -> int:
         """New tokens that each window predicts."""
@@ -88,7 +85,7 @@ def check(world_size: int) -> Checked:
             "into a file; or, for the mean loss of a corpus, give it to pretrain_gpt2.py as --valid-data."
         )
     trained = open_checkpoint(config)
-    window = task.window(trained.client, trained.model)
+    window = task.window(trained)
     trained.model.check_sequence(window)
     if task.task not in _OF_LINES:
         check_stride(task.stride(window), window)
@@ -112,7 +109,7 @@ def last_words(config: InferenceConfig, task: EvaluationConfig, trained: Trained
         model,
         texts,
         trained.tokenizer,
-        seq_length=task.window(trained.client, trained.model),
+        seq_length=task.window(trained),
         batch_size=task.batch_size,
         vocab_size=model.config.vocab_size,
         groups=groups,
@@ -129,7 +126,7 @@ def endings(config: InferenceConfig, task: EvaluationConfig, trained: Trained) -
         model,
         questions,
         trained.tokenizer,
-        seq_length=task.window(trained.client, trained.model),
+        seq_length=task.window(trained),
         batch_size=task.batch_size,
         groups=groups,
     )
@@ -153,7 +150,7 @@ def perplexity(config: InferenceConfig, task: EvaluationConfig, trained: Trained
             "word: give a longer text."
         )
     model, groups = load_model(config, trained)
-    seq_length = task.window(trained.client, trained.model)
+    seq_length = task.window(trained)
     result = sliding_window_perplexity(
         model,
         tokens,

@@ -3,6 +3,7 @@
 import json
 import math
 import operator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -303,9 +304,10 @@ def test_texts_are_read_and_bad_lines_are_named(tmp_path):
 
 
 def test_the_window_is_the_flags_the_jobs_or_all_positions():
-    assert EvaluationConfig(valid_data=__file__).window({}, CONFIG) == CONFIG.max_position_embeddings
-    assert EvaluationConfig(valid_data=__file__).window({"seq_length": 5}, CONFIG) == 5
-    assert EvaluationConfig(valid_data=__file__, seq_length=3).window({"seq_length": 5}, CONFIG) == 3
+    imported, trained = (SimpleNamespace(client=client, model=CONFIG) for client in ({}, {"seq_length": 5}))
+    assert EvaluationConfig(valid_data=__file__).window(imported) == CONFIG.max_position_embeddings
+    assert EvaluationConfig(valid_data=__file__).window(trained) == 5
+    assert EvaluationConfig(valid_data=__file__, seq_length=3).window(trained) == 3
     with pytest.raises(ValueError, match="--seq-length must be at least 1, got 0"):
         EvaluationConfig(valid_data=__file__, seq_length=0)
     with pytest.raises(ValueError, match="--valid-data no_such_file: there is no such file"):
