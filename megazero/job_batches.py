@@ -44,6 +44,7 @@ def datasets(job: Job) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         local_rank=comm.get_local_rank(),
     )
     sets = (train, *valid.values(), *test.values())
+    # Of each SHA-256 twelve digits, as an error shows all of this.
     prints = "; ".join(", ".join(each[: each.rindex(" ") + 13] for each in data.corpora) for data in sets if data)
     comm.refuse_differences({"the fingerprint of the data": prints}, "Give every rank the same documents.")
     return train, valid, test

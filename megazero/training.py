@@ -228,14 +228,14 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
             report = _tell_others(total, job.stop)
         with timers("optimizer"):
             engine.step()
-    mean, broken, stops = report.read().tolist()
+    loss_sum, broken, stops = report.read().tolist()
     if broken:
         _raise_not_finite(job, total)
     job.iteration += 1
     job.consumed_samples += job.global_batch_size
-    loss_value = mean / torch.distributed.get_world_size()
-    job.first_loss = loss_value if job.first_loss is None else job.first_loss
-    return loss_value, _why_stop(job) if stops else None
+    mean = loss_sum / torch.distributed.get_world_size()
+    job.first_loss = mean if job.first_loss is None else job.first_loss
+    return mean, _why_stop(job) if stops else None
 
 
 def _ask_to_stop(job: Job) -> comm.Readout:
