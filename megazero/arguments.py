@@ -62,9 +62,11 @@ def _argparse_kind(field: Field, hint: Any) -> dict[str, Any]:
         return {"help": text}
     choices = field.metadata["choices"]
     kind: dict[str, Any] = {"help": text, "choices": choices}
-    if typing.get_origin(hint) in (list, tuple):
-        return {**kind, "nargs": "+", "type": typing.get_args(hint)[0]}
-    read = _in_any_case(choices) if hint is str and choices else _integer if hint is int else hint
+    is_list = typing.get_origin(hint) in (list, tuple)
+    each = typing.get_args(hint)[0] if is_list else hint
+    read = _in_any_case(choices) if each is str and choices else _integer if each is int else each
+    if is_list:
+        return {**kind, "nargs": "+", "type": read}
     return {**kind, "type": read, "metavar": None if choices else hint.__name__.upper()}
 
 

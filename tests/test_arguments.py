@@ -289,12 +289,13 @@ def test_the_optimizer_on_the_host_is_offload_optimizer_cpu(with_file, flag):
 
 
 @pytest.mark.parametrize("text, is_right", [("3", True), ("3.0", True), ("3e0", True), ("3.5", False), ("inf", False)])
-def test_integers_may_be_written_as_in_json(text, is_right):
+@pytest.mark.parametrize("flag", ["--num-layers", "--rampup-batch-size 1 1"])
+def test_integers_may_be_written_as_in_json(flag, text, is_right):
     if is_right:
-        assert load_config(["--num-layers", text]).model.num_layers == 3
+        assert load_config([*flag.split(), text]) == load_config([*flag.split(), "3"])
     else:
         with pytest.raises(ValueError, match=f"invalid int value: '{text}'"):
-            load_config(["--num-layers", text])
+            load_config([*flag.split(), text])
 
 
 @pytest.mark.parametrize(
