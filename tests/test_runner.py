@@ -184,6 +184,7 @@ def test_environment_file():
 def test_this_machine_is_known_by_its_addresses():
     assert is_this_machine("localhost") and is_this_machine("127.0.0.1")
     assert not is_this_machine("192.0.2.1"), "an address that is reserved for documentation"
+    assert not is_this_machine("x" * 64), "no name of DNS, but one may be in ssh's configuration"
 
 
 def test_an_address_of_a_family_that_the_kernel_lacks_is_none_of_this_machine(monkeypatch):

@@ -114,7 +114,7 @@ def is_this_machine(host: str) -> bool:
     """Whether `host` names this machine, that is, whether one of its addresses can be bound here."""
     try:
         found = {(family, address[0]) for family, _, _, _, address in socket.getaddrinfo(host, None)}
-    except OSError:
+    except (OSError, UnicodeError):  # the latter of a part of more than 63 characters
         return False  # ssh may know the name from its own configuration
     for family, address in found:
         # The name may have an IPv6 address in /etc/hosts where the kernel has no IPv6, and so no such sockets.
