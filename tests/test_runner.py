@@ -172,6 +172,8 @@ def test_a_user_without_a_home_has_the_file_of_the_working_folder_only(monkeypat
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # as in a container: it is in no list of users
     (tmp_path / ".deepspeed_env").write_text("FROM_FILE=1\n")
     assert exported()["FROM_FILE"] == "1"
+    monkeypatch.setenv("HOME", f"/{'x' * 300}")  # the kernel refuses to look there, as in root's for another user
+    assert exported()["FROM_FILE"] == "1"
 
 
 def test_environment_file():

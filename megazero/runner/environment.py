@@ -21,9 +21,11 @@ def exported() -> dict[str, str]:
 def from_files() -> dict[str, str]:
     """The variables in ~/.deepspeed_env, overridden by those in ./.deepspeed_env."""
     found: dict[str, str] = {}
-    for folder in (os.path.expanduser("~"), "."):  # a container's user may have no home: that leaves "~" as it is
+    # A container's user may have no home, which leaves "~" as it is, or root's, into which it may not look: isfile then says no,
+    # where Path.is_file raises.
+    for folder in (os.path.expanduser("~"), "."):
         path = Path(folder) / ".deepspeed_env"
-        if path.is_file():
+        if os.path.isfile(path):
             found |= parse_environment(path.read_text(), str(path))
     return found
 
