@@ -52,7 +52,7 @@ def metrics_writer(job: Job) -> MetricsWriter:
         return MetricsWriter(None, None, job.iteration, keeps_lines=False)  # rank 0 makes the summary
     save, flags, wandb = job.config.checkpoint.save, job.config.training, None
     if flags.wandb_project:
-        name = flags.wandb_exp_name or (Path(save).name if save else None)
+        name = flags.wandb_exp_name or (Path(save).absolute().name if save else None)
         wandb = WandbLog(flags.wandb_project, name, save, job.iteration, asdict(job.config))
     return MetricsWriter(save, job.config.tensorboard_dir, job.iteration, wandb=wandb)
 

@@ -8,6 +8,7 @@ import pytest
 
 from megazero.arguments import load_config
 from megazero.metrics import MetricsWriter
+from megazero.reporting import metrics_writer
 from megazero.wandb_log import WandbLog, require_wandb
 
 
@@ -83,6 +84,15 @@ def test_a_resumed_job_goes_on_with_the_run_in_save_and_a_fresh_one_begins_anoth
         WandbLog("gpt2", None, str(tmp_path), start, {})
     WandbLog("gpt2", None, None, 300, {})  # without --save
     assert [run.id for run in wandb.runs] == ["run0", "run0", "run0", "run3", "run3", "run5"]
+
+
+def test_a_run_without_a_name_has_that_of_the_last_folder_of_save(wandb, one_rank, tmp_path, monkeypatch):
+    (tmp_path / "small").mkdir()
+    monkeypatch.chdir(tmp_path / "small")
+    for save in (str(tmp_path / "small"), "."):
+        config = load_config(["--wandb-project", "gpt2", "--save", save, "--no-tensorboard"])
+        metrics_writer(SimpleNamespace(config=config, iteration=0)).close()
+    assert [run.arguments["name"] for run in wandb.runs] == ["small", "small"]
 
 
 class OtherError(Exception):
