@@ -85,11 +85,11 @@ def open_checkpoint(config: InferenceConfig) -> Trained:
             is not the one it was trained with.
     """
     assert config.load is not None
-    directory = Path(config.load)
+    directory = Path(config.load).absolute()  # the folder "." has a name, too
     if (directory / "index.json").is_file():
         raise ValueError(
-            f"--load {directory} is one checkpoint: give the directory above it, and which one it is: --load {directory.parent} "
-            f"--tag {directory.name}."
+            f"--load {config.load} is one checkpoint: give the directory above it, and which one it is: --load "
+            f"{directory.parent} --tag {directory.name}."
         )
     reader = Reader(config.load, config.tag)
     client = client_state(reader)

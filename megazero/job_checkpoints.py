@@ -179,7 +179,9 @@ def _start_from_scratch(flags: CheckpointConfig, path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise ValueError(f"--load {flags.load} is a file: name the directory that a job saves in.")
     if (path / "index.json").is_file():
-        raise ValueError(f"--load {flags.load} is one checkpoint: name the directory above it, {path.parent}.")
+        raise ValueError(
+            f"--load {flags.load} is one checkpoint: name the directory above it, {path.absolute().parent}."
+        )
     if list_tags(path):
         raise ValueError(
             f"--load {flags.load} has no file `latest`. In it there {listed(path)}. Write the name of one into "

@@ -217,9 +217,11 @@ def test_a_second_job_on_the_directory_is_refused_before_it_trains(corpus, tmp_p
     assert not (tmp_path / "latest").exists()
 
 
-def test_a_load_that_points_beside_the_checkpoints_is_no_new_run(corpus, whole, tmp_path):
+def test_a_load_that_points_beside_the_checkpoints_is_no_new_run(corpus, whole, tmp_path, monkeypatch):
     (tmp_path / "config.json").touch()  # as Hugging Face's models have one
+    monkeypatch.chdir(whole / "global_step12")
     for wrong, words in (
+        (".", f"is one checkpoint: name the directory above it, {whole}."),
         (whole / "global_step12", "is one checkpoint: name the directory above it"),
         (whole / "latest", "is a file"),
         ("/dev/null", "is a file"),

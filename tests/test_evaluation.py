@@ -303,6 +303,15 @@ def test_texts_are_read_and_bad_lines_are_named(tmp_path):
         load_texts(path)
 
 
+def test_a_checkpoint_in_the_place_of_its_directory_is_told_how_to_be_named(tmp_path, monkeypatch):
+    (tmp_path / "global_step4").mkdir()
+    (tmp_path / "global_step4" / "index.json").touch()
+    monkeypatch.chdir(tmp_path / "global_step4")
+    for load in (str(tmp_path / "global_step4"), "."):
+        with pytest.raises(ValueError, match=f"--load {tmp_path} --tag global_step4"):
+            open_checkpoint(InferenceConfig(load=load))
+
+
 def test_the_window_is_the_flags_the_jobs_or_all_positions():
     imported, trained = (SimpleNamespace(client=client, model=CONFIG) for client in ({}, {"seq_length": 5}))
     assert EvaluationConfig(valid_data=__file__).window(imported) == CONFIG.max_position_embeddings
