@@ -658,6 +658,9 @@ def test_what_the_file_says_of_a_home_follows_the_flag_that_names_it(with_file):
         assert (zero.offload_optimizer, zero.pin_memory) == ("cpu", False)
     zero = with_file({"zero_optimization": {"cpu_offload": True}}, "--zero-stage 2")[0].zero
     assert (zero.stage, zero.offload_optimizer) == (2, "cpu")
+    for device in ("nvme", "NVMe"):
+        document = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": device, "nvme_path": "x"}}}
+        assert with_file(document, "--cpu-optimizer")[0].zero.offload_optimizer == "nvme"
 
 
 def test_the_file_is_checked_as_it_will_be_run_and_errors_name_the_flags_in_it(with_file):
@@ -687,7 +690,7 @@ FP16_FILE = {"fp16": {"enabled": True}, "communication_data_type": "fp16", "data
     ],
 )
 def test_a_flag_rescues_what_the_file_and_another_flag_contradict(with_file, document, refused, flags, found):
-    with pytest.raises(ValueError, match=f"with .*{refused}|communication_data_type"):
+    with pytest.raises(ValueError, match=f" with .*{refused}"):
         with_file(document, refused)
     zero = with_file(document, f"{refused} {flags}")[0].zero
     assert {name: getattr(zero, name) for name in found} == found

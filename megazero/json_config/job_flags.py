@@ -82,7 +82,7 @@ class Flags:
         logger.info("%s wins over %s %s of %s", self.text(field), key, show(written), self.path)
 
     def put(
-        self, section: dict[str, Any], key: str, field: str, path: str = "", words: Mapping[str, Any] | None = None
+        self, section: dict[str, Any], key: str, field: str, path: str = "", words: Mapping[Any, Any] | None = None
     ) -> None:
         """Puts a flag, if it was given, into the section at `path`, and logs what it overrides there.
 
@@ -129,17 +129,12 @@ def _write_batch(document: dict[str, Any], flags: Flags) -> None:
 def _write_dtype(document: dict[str, Any], flags: Flags) -> None:
     """Writes --fp16, --bf16, or the --no-... form of one: the document's other keys may name that dtype."""
     wanted = next((dtype for dtype in ("fp16", "bf16") if flags.given.get(dtype)), None)
-    for name, dtype in DTYPE_SECTIONS.items():
-        section, decides = document.get(name), wanted or (dtype if dtype in flags.given else None)
-        if not isinstance(section, Mapping) or decides is None:
-            continue
-        if section.get("enabled", AUTO) not in (AUTO, dtype == wanted):
-            logger.info(
-                "%s wins over %s.enabled %s of %s", flags.text(decides), name, show(section["enabled"]), flags.path
-            )
-        document[name] = {**section, "enabled": dtype == wanted}
     if wanted and not any(name in document for name, dtype in DTYPE_SECTIONS.items() if dtype == wanted):
-        document[wanted] = {"enabled": True}
+        document[wanted] = {}
+    for name, dtype in DTYPE_SECTIONS.items():
+        if isinstance(section := document.get(name), Mapping):
+            document[name] = dict(section)
+            flags.put(document[name], "enabled", wanted or dtype, name, {True: dtype == wanted})
 
 
 def _write_schedule(document: dict[str, Any], flags: Flags) -> None:
@@ -176,7 +171,8 @@ def _write_zero(document: dict[str, Any], flags: Flags) -> None:
     if not isinstance(zero, dict):
         return  # the reader will report what is wrong
     document[ZERO], home = zero, zero.get("offload_optimizer")
-    on_nvme = isinstance(home, Mapping) and home.get("device") == "nvme"  # nvme updates run on the host as well
+    # in any case; nvme updates run on the host as well
+    on_nvme = isinstance(home, Mapping) and str(home.get("device")).lower() == "nvme"
     if "cpu_optimizer" in flags.given and not on_nvme:
         flags.given = {"offload_optimizer": "cpu", **flags.given}
     for name in ("offload_optimizer", "offload_param"):
