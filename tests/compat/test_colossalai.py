@@ -476,6 +476,7 @@ def test_a_policy_that_does_less_than_it_says_is_logged(one_rank):
     for policy, ratio, shard_param, said in [
         ("auto", 0.5, True, []),
         ("cuda", 0.5, True, ["gpu_margin_mem_ratio 0.5 has no effect"]),
+        ("auto", 0.5, False, ["gpu_margin_mem_ratio 0.5 has no effect", "parameters stay whole on the device"]),
         ("cpu", 0.0, False, ["parameters stay whole on the device"]),
         ("cpu", 0.0, True, []),
     ]:

@@ -219,9 +219,12 @@ def _homes(policy: str, stage: int, margin_ratio: float) -> dict[str, Any]:
     """The part of a `zero_optimization` section that says where shards are kept."""
     if not 0 <= margin_ratio <= 1:
         raise ValueError(f"gpu_margin_mem_ratio must lie between 0 and 1, got {margin_ratio}.")
-    if margin_ratio and policy != "auto":
+    is_placed = policy == "auto" and stage == 3
+    if margin_ratio and not is_placed:
         logger.warning(
-            'gpu_margin_mem_ratio %g has no effect: it is for tensor_placement_policy "auto"', margin_ratio, extra=ALIKE
+            'gpu_margin_mem_ratio %g has no effect: it is for tensor_placement_policy "auto" and sharded parameters',
+            margin_ratio,
+            extra=ALIKE,
         )
     if policy == "cuda":
         return {}
@@ -232,4 +235,4 @@ def _homes(policy: str, stage: int, margin_ratio: float) -> dict[str, Any]:
         )
         return homes
     homes["offload_param"] = {"device": "cpu"}
-    return homes if policy == "cpu" else {**homes, "placement": "auto", "gpu_margin_mem_ratio": margin_ratio}
+    return {**homes, "placement": "auto", "gpu_margin_mem_ratio": margin_ratio} if is_placed else homes
