@@ -612,12 +612,13 @@ def test_a_name_that_is_imported_and_absent_is_an_error_that_says_what_to_do(mon
 # ---- what is given to initialize
 
 
-def test_parameters_in_every_form_that_torchs_optimizers_take(one_rank):
+def test_parameters_in_every_form_that_torchs_optimizers_take_and_one_by_itself(one_rank):
     for given in (
         lambda m: filter(lambda p: p.requires_grad, m.parameters()),
         lambda m: m.named_parameters(),
         lambda m: [{"params": m[0].parameters(), "lr": 0.5}, {"params": m[2].weight, "weight_decay": 0.0}],
         lambda m: [{"params": m.named_parameters()}],
+        lambda m: m[2].weight,
     ):
         model = make_model()
         engine, optimizer, *_ = deepspeed.initialize(

@@ -32,8 +32,7 @@ def client_optimizer(
     """
     if optimizer is None and config.optimizer is None:
         return None, []
-    given = model.parameters() if model_parameters is None else model_parameters
-    parameters: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    parameters = _listed(model.parameters() if model_parameters is None else model_parameters)
     groups = _groups_of(parameters)
     if optimizer is None:
         assert config.optimizer is not None, "else there is none at all"
@@ -137,8 +136,7 @@ def _unnamed(parameters: Any) -> list[Any]:
     Raises:
         DeepSpeedConfigError: it is none of these.
     """
-    is_one = isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable)
-    found = [entry[1] if isinstance(entry, tuple) else entry for entry in ([parameters] if is_one else parameters)]
+    found = [entry[1] if isinstance(entry, tuple) else entry for entry in _listed(parameters)]
     for each in found:
         if not isinstance(each, torch.Tensor):
             raise DeepSpeedConfigError(
@@ -146,6 +144,11 @@ def _unnamed(parameters: Any) -> list[Any]:
                 'parameter groups, as {"params": [...], "lr": 1e-3}.'
             )
     return found
+
+
+def _listed(given: Any) -> list[Any]:
+    """What was given one by one, as a list. A tensor is one: its rows are no parameters."""
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, torch.Tensor) else [given]
 
 
 @contextmanager
