@@ -66,9 +66,12 @@ class Machine:
         Raises:
             ValueError: one of them is not a valid size.
         """
-        given = {"device": self.gpu_memory, "host": self.host_memory, "disk": self.nvme}
-        flags = {"device": "--gpu-memory", "host": "--host-memory", "disk": "--nvme"}
-        return Limits(**{name: parse_size(text, flags[name]) for name, text in given.items() if text is not None})
+        given = {
+            "device": ("--gpu-memory", self.gpu_memory),
+            "host": ("--host-memory", self.host_memory),
+            "disk": ("--nvme", self.nvme),
+        }
+        return Limits(**{name: parse_size(text, flag) for name, (flag, text) in given.items() if text is not None})
 
 
 def load(argv: Sequence[str]) -> tuple[Config, Machine]:
