@@ -21,14 +21,21 @@ STEPS_KEY = "gradient_accumulation_steps"
 TYPES = "data_types"  # the name of a section
 DTYPE_SECTIONS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 
-# Fields of flags that describe their own schedule; and, for the file's schedules, the parameter that --lr stands for.
-SCHEDULE_FIELDS = [field.name for field in fields(LRScheduleConfig) if field.name != "lr"]
-# The fields that the keys of a home stand for, besides its device.
+# The fields that the keys of each home stand for.
 HOME_KEYS = {
-    "offload_optimizer": {"nvme_path": "nvme_path", "pin_memory": "pin_memory", "ratio": "offload_optimizer_ratio"},
-    "offload_param": {"nvme_path": "nvme_path", "pin_memory": "pin_memory"},
+    "offload_optimizer": {
+        "device": "offload_optimizer",
+        "nvme_path": "nvme_path",
+        "pin_memory": "pin_memory",
+        "ratio": "offload_optimizer_ratio",
+    },
+    "offload_param": {"device": "offload_param", "nvme_path": "nvme_path", "pin_memory": "pin_memory"},
 }
+
+# The fields of flags that describe a schedule of their own, instead of the file's; and those of its warmup.
+SCHEDULE_FIELDS = [field.name for field in fields(LRScheduleConfig) if field.name != "lr"]
 WARMUP_FIELDS = ("warmup", "lr_warmup_iters")
+# The parameter of the file's schedule that --lr stands for; where there is none, it scales the optimizer's own rate.
 PEAK_LR = {
     "WarmupLR": "warmup_max_lr",
     "WarmupDecayLR": "warmup_max_lr",
@@ -156,9 +163,8 @@ def _write_schedule(document: dict[str, Any], flags: Flags) -> None:
             raise DeepSpeedConfigError(
                 f"{flags.text('lr')} means nothing to scheduler {kind}, which tries its own rates."
             )
-        key = PEAK_LR.get(str(kind))  # None: it scales the optimizer's own rate
-        if key is not None:
-            flags.put(params, key, "lr", "scheduler.params")
+        if kind in PEAK_LR:
+            flags.put(params, PEAK_LR[kind], "lr", "scheduler.params")
             document["scheduler"] = {**section, "params": params}
 
 
@@ -175,12 +181,12 @@ def _write_zero(document: dict[str, Any], flags: Flags) -> None:
     on_nvme = isinstance(home, Mapping) and str(home.get("device")).lower() == "nvme"
     if "cpu_optimizer" in flags.given and not on_nvme:
         flags.given = {"offload_optimizer": "cpu", **flags.given}
-    for name in ("offload_optimizer", "offload_param"):
+    for name, keys in HOME_KEYS.items():
         section = zero.get(name)
         if (section is None and name not in flags.given) or not isinstance(section, (Mapping, type(None))):
             continue
         zero[name] = dict(section or {})
-        for key, field in {"device": name, **HOME_KEYS[name]}.items():
+        for key, field in keys.items():
             flags.put(zero[name], key, field, f"{ZERO}.{name}")
     for name in ("stage", "placement", "overlap_param_gather", "delayed_param_update"):
         flags.put(zero, name, name, ZERO)
