@@ -109,7 +109,10 @@ class LRSchedulerHook(BaseHook):
 
 
 class LogMetricByEpochHook(BaseHook):
-    """Logs what `LossHook` stored in `trainer.states["metrics"]`, on the first rank, after every `interval`-th epoch."""
+    """Logs what `LossHook` stored in `trainer.states["metrics"]`, on the first rank.
+
+    That is the loss of every `interval`-th epoch of training, and of every evaluation.
+    """
 
     def __init__(self, logger: DistributedLogger, interval: int = 1, priority: int = 10) -> None:
         super().__init__(priority)
