@@ -177,7 +177,7 @@ def _write_zero(document: dict[str, Any], flags: Flags) -> None:
     if not isinstance(zero, dict):
         return  # the reader will report what is wrong
     document[ZERO], home = zero, zero.get("offload_optimizer")
-    # in any case; nvme updates run on the host as well
+    # Updates of states on nvme, in whatever case the file writes it, run on the host as well.
     on_nvme = isinstance(home, Mapping) and str(home.get("device")).lower() == "nvme"
     if "cpu_optimizer" in flags.given and not on_nvme:
         flags.given = {"offload_optimizer": "cpu", **flags.given}
