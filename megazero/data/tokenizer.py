@@ -114,7 +114,11 @@ class GPT2BPETokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids."""
-        return self._encoding.decode(self._known(ids))
+        known = self._known(ids)
+        try:
+            return self._encoding.decode(known)
+        except KeyError as error:  # from the text of tiktoken: which id
+            raise ValueError(f"{self.name}: {error.args[0]}: the vocabulary has a gap there") from error
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -134,6 +134,15 @@ def test_decoding_an_unknown_id_names_it(any_tokenizer, ids):
         any_tokenizer.decode(ids)
 
 
+def test_decoding_an_id_in_a_gap_of_the_vocabulary_names_it(tmp_path):
+    folder = make_gpt2_vocabulary(tmp_path)
+    ids = json.loads((folder / "vocab.json").read_text())
+    gap, ids["<|endoftext|>"] = ids["<|endoftext|>"], ids["<|endoftext|>"] + 2
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    with pytest.raises(ValueError, match=f"{gap}: the vocabulary has a gap there"):
+        build_tokenizer("GPT2BPETokenizer", tokenizer_path=folder).decode([gap])
+
+
 @pytest.mark.parametrize("vocab_size", [300, 400, 1000])
 def test_gpt2_bpe_equals_the_package_tokenizers(tmp_path, vocab_size):
     folder = make_gpt2_vocabulary(tmp_path, vocab_size)
