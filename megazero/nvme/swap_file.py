@@ -238,7 +238,7 @@ class SwapFile:
         if more <= 0:
             return
         try:
-            if more > shutil.disk_usage(self.path.parent).free:  # asked first: trying would fill the disk for all
+            if more > shutil.disk_usage(descriptor).free:  # asked first: trying would fill the disk for all
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if self._reserves and not reserve(descriptor, size, more):
                 self._reserves = False
@@ -247,7 +247,7 @@ class SwapFile:
                 os.ftruncate(descriptor, to)
         except OSError as error:
             os.ftruncate(descriptor, size)  # what was reserved of it
-            free = shutil.disk_usage(self.path.parent).free
+            free = shutil.disk_usage(descriptor).free
             text = f"rank {self.rank}: {more} bytes more than the {size} it has: {error.strerror}; {free} are free"
             advice = "Raise the limit of a file's size (ulimit -f)" if error.errno == errno.EFBIG else _ADVICE
             raise OSError(error.errno, f"{text}. {advice}", str(self.path)) from error

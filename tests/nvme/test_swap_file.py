@@ -361,6 +361,13 @@ def test_space_that_is_reserved_is_there_when_the_disk_is_full(tmp_path, monkeyp
         swap.allocate(PAGE)
 
 
+def test_it_grows_though_its_folder_is_gone(tmp_path):
+    (folder := tmp_path / "swap").mkdir()
+    with SwapFile(folder, 0) as swap:
+        folder.rmdir()
+        round_trip(swap, 3 * PAGE)
+
+
 def test_space_that_cannot_be_reserved_is_said(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())  # as on macOS
     monkeypatch.delattr(os, "O_DIRECT")
