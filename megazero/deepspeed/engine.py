@@ -111,6 +111,11 @@ class DeepSpeedEngine(CheckpointingEngine):
             self.global_samples += self.train_batch_size()
             self._report()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See `Engine.zero_grad`."""
+        super().zero_grad(set_to_none)
+        self._losses = 0.0
+
     def _timed(self, phase: str) -> AbstractContextManager[None]:
         """Times a phase if its time is logged, because reading the time waits for the device."""
         return self.timers(phase) if self.config.wall_clock_breakdown else nullcontext()
