@@ -7,10 +7,11 @@
     python benchmarks/offload.py --layers 2 --hidden 64 --heads 4 --seq-length 32 --vocab 512 --steps 2 --rounds 1 # does it work?
 
 A side is called STAGE-O-P: where the optimizer's states and the reduced gradients rest, and where the shards of the parameters
-do; each is none (the device), cpu or nvme. deepspeed-STAGE-O-P is DeepSpeed, where it can be imported, with its own optimizers
-and the same sizes. Every side trains the hand-written GPT-2 of `plain_gpt2.py` from the same seed on the same batches, in
-processes of its own; sides take turns, `--rounds` times each, and times are over all rounds. On the CPU the losses of all sides
-of megazero must be equal bit for bit. Prints one JSON line.
+do; each is none (the device), cpu or nvme. There is no STAGE-none-cpu: where O is on the device, its master weights serve as the
+shards of P. deepspeed-STAGE-O-P is DeepSpeed, where it can be imported, with its own optimizers and the same sizes. Every side
+trains the hand-written GPT-2 of `plain_gpt2.py` from the same seed on the same batches, in processes of its own; sides take
+turns, `--rounds` times each, and times are over all rounds. On the CPU the losses of all sides of megazero must be equal bit for
+bit. Prints one JSON line.
 
 states_mb are the states with their buffers between backward and update; peak_device_mb is what the device's allocator has held at
 most, peak_resident_mb the process in host memory (without a GPU both kinds of memory are one).
@@ -79,7 +80,7 @@ def side_names(args: argparse.Namespace) -> list[str]:
     names = []
     for stage in args.stages:
         for o in HOMES:
-            names += [f"{stage}-{o}-{p}" for p in (HOMES if stage == 3 else ("none",))]
+            names += [f"{stage}-{o}-{p}" for p in (HOMES if stage == 3 and o != "none" else ("none",))]
     if is_installed("deepspeed", "pip install deepspeed"):  # which has nvme at stage 3 only
         names += [f"deepspeed-{name}" for name in names if "nvme" not in name or name.startswith("3")]
     return chosen(args, names)
@@ -144,8 +145,7 @@ def bytes_of(engine: Engine, o: str, p: str) -> dict[str, int]:
     """What the engine has of the states and of buffers now, by kind of memory."""
     memory, found = engine.memory(), {"device": 0, "host": 0, "disk": 0}
     place = {"none": "device", "cpu": "host", "nvme": "host"}  # what of an nvme home is in memory is in the host's
-    # Everything is trained: where O is on the device, its master weights serve as the shards of P.
-    found["device" if o == "none" else place[p]] += memory["P"]
+    found[place[p]] += memory["P"]
     found[place[o]] += memory["O"]
     found[place[o] if engine.sharding.gradients else "device"] += memory["G"]
     found["device"] += memory["buffers"]

@@ -30,7 +30,7 @@ from megazero.plan.__main__ import parse_size
 from megazero.zero.config import ZeroConfig
 from megazero.zero.memory import plan_memory
 
-RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the optimizer's states, on the host
+RATIOS = (0.25, 0.5, 0.75, 1.0)  # of the optimizer's states, on the host
 AUTO = "auto"
 
 
@@ -57,13 +57,14 @@ def config_of(name: str, args: argparse.Namespace) -> ZeroConfig:
         return ZeroConfig(3, placement="auto", gpu_margin_mem_ratio=args.margin_ratio)
     ratio, home = name.split("-")
     if float(ratio) == 0:
-        return ZeroConfig(3, offload_param=home)
+        return ZeroConfig(3)
     return ZeroConfig(3, offload_optimizer="cpu", offload_optimizer_ratio=float(ratio), offload_param=home)
 
 
 def side_names(args: argparse.Namespace) -> list[str]:
     """auto, and every static split."""
-    names = [AUTO, *(f"{ratio}-{home}" for ratio in RATIOS for home in ("none", "cpu"))]
+    # Without a share on the host there is one: master weights on the device serve as the shards of P.
+    names = [AUTO, "0.0-none", *(f"{ratio}-{home}" for ratio in RATIOS for home in ("none", "cpu"))]
     return chosen(args, names)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import importlib.util
 import json
 import os
@@ -54,6 +56,14 @@ def test_a_peer_that_is_not_installed_is_told_once(harness, capsys):
     assert not harness.is_installed("no_such_peer", "pip install it")
     assert not harness.is_installed("no_such_peer", "pip install it")
     assert capsys.readouterr().err == "without no_such_peer, which is not installed here (pip install it)\n"
+
+
+@pytest.mark.parametrize("name", ["offload", "placement"])
+def test_no_side_has_a_home_without_effect(monkeypatch, name):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    sides = importlib.import_module(name).side_names(argparse.Namespace(stages=[1, 2, 3], only=[]))
+    assert len(set(sides)) > 8
+    assert [side for side in sides if re.search(r"(-none|^0.0)-(cpu|nvme)$", side)] == []
 
 
 @pytest.mark.slow
