@@ -40,7 +40,7 @@ class Ranks:
         def run() -> None:
             way.trainer.step(tokens, targets)
             if finishes:
-                way.finish()
+                way.trainer.finish()  # what `tensors` reads is not new before
 
         return timed(run)
 
@@ -88,7 +88,7 @@ class Ranks:
 
     def settle(self, way: Way) -> None:
         """Nothing of what came before is still to be updated, written or freed."""
-        way.finish()
+        way.trainer.finish()
         gc.collect()
         if self.rank == 0:
             os.sync()

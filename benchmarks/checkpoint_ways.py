@@ -41,10 +41,6 @@ class MegazeroWay:
         """What --async-save does: returns when the training state may change."""
         self.trainer.engine.save_checkpoint(str(folder), in_background=True)
 
-    def finish(self) -> None:
-        """Waits for an update that goes on after its step: what `tensors` reads is not new before."""
-        self.trainer.engine.optimizer.finish()
-
     def is_writing(self) -> bool:
         """Whether this rank's background is at work."""
         thread = self.trainer.engine.saver._thread
@@ -93,9 +89,6 @@ class DistributedWay:
         """get_state_dict and async_save."""
         future = dcp.async_save(self._state_dict(), checkpoint_id=folder, process_group=self._group)
         self._future = future  # type: ignore[assignment]
-
-    def finish(self) -> None:
-        """A step ends with its update."""
 
     def is_writing(self) -> bool:
         """As the future says."""
