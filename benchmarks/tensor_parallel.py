@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -80,6 +80,12 @@ class SplitGPT2(PlainGPT2):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
+def cut_and_whole(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those that are cut over the ranks, and the others: one foreach operation takes tensors of one kind."""
+    known = list(parameters)
+    return [[p for p in known if isinstance(p, DTensor) == is_cut] for is_cut in (True, False)]
+
+
 class Torch(TorchSide):
     """torch's tensor parallelism as its tutorial shows it, with fused AdamW."""
 
@@ -105,13 +111,12 @@ class Torch(TorchSide):
             for parameter in block.qkv.parameters():
                 parameter.data = interleaved(parameter.data, size)
             parallelize_module(block, mesh, plan)
-        # One foreach operation takes tensors of one kind.
-        self.kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == is_cut] for is_cut in (True, False)]
+        self.kinds = cut_and_whole(model.parameters())
         groups = [
-            {**group, "params": kept}
+            {**group, "params": kind}
             for group in decay_groups(model, DECAY)
-            for kind in self.kinds
-            if (kept := [p for p in group["params"] if any(p is other for other in kind)])
+            for kind in cut_and_whole(group["params"])
+            if kind
         ]
         self.optimizers = [torch.optim.AdamW(groups, lr=LR, fused=True)]
 
