@@ -54,8 +54,7 @@ MEASURED = {
 
 def of_rank(args: argparse.Namespace, directory: str) -> dict[str, Any]:
     """What one rank measures in a directory that all of them see."""
-    job = Job(args.layers, args.hidden, args.heads, args.seq_length, args.vocab, args.batch, 1, False)
-    ranks = Ranks(job, args, directory)
+    ranks = Ranks(Job.of(args), args, directory)
     found: dict[str, dict[str, Any]] = {name: {} for name in ranks.ways}
     for turn, name in in_turns(found, args.warmup + args.rounds):
         ranks.save_and_load(found[name], turn, name)

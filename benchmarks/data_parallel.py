@@ -157,8 +157,7 @@ def check_memory(name: str) -> None:
 
 def measure(args: argparse.Namespace, sides: dict[str, Entry]) -> dict[str, Any]:
     """Runs all sides and returns the result line."""
-    sizes = (args.layers, args.hidden, args.heads, args.seq_length, args.vocab)
-    job = Job(*sizes, args.batch, args.accumulation, args.bf16, args.muon, args.steps_per_turn)
+    job = Job.of(args)
     groups = {title: play(title, group, job, args) for title, group in grouped(sides, args.together).items()}
     return {
         "question": "step time, memory and traffic of data-parallel training, megazero and others",

@@ -6,9 +6,10 @@ does what its documentation shows: DDP autocasts over fp32 weights, FSDP2 has a 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -31,10 +32,15 @@ class Job:
     seq_length: int
     vocab: int
     batch: int
-    accumulation: int
-    bf16: bool
+    accumulation: int = 1
+    bf16: bool = False
     muon: bool = False  # for the matrices of the blocks
     steps_per_turn: int = 1  # in a row, before another side has its turn
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Job:
+        """The job on the command line."""
+        return cls(**{each.name: getattr(args, each.name) for each in fields(cls) if hasattr(args, each.name)})
 
     def model(self) -> PlainGPT2:
         """The fp32 model, equal on every rank and side."""

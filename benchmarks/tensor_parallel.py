@@ -168,9 +168,7 @@ def main() -> None:
     """Measures, prints, and fails if the sides did not compute the same."""
     args = training_parser(__doc__).parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # the ranks inherit it
-    sizes = (args.layers, args.hidden, args.heads, args.seq_length, args.vocab)
-    job = SameBatch(*sizes, args.batch, args.accumulation, args.bf16)
-    rows = play("tensor parallel", available_sides(), job, args)
+    rows = play("tensor parallel", available_sides(), SameBatch.of(args), args)
     result = {
         "question": "step time, memory and traffic of tensor parallelism, megazero and others",
         "model": model_line(args),
