@@ -23,12 +23,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from harness import check_close, in_turns, machine_of, make_parser, measured_on, memory_timeline, quartiles_ms
+from harness import check_close, in_turns, join, machine_of, make_parser, measured_on, memory_timeline, quartiles_ms
 from torch import Tensor
 
 from megazero import comm, mpu
 from megazero.mpu.chunked_loss import chunked_vocab_parallel_loss
-from megazero.throughput import keep_freed_memory
 
 VOCAB, PADDED = 50257, 50304
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # x [tokens, h], weight [v, h], targets, share of each token
@@ -115,13 +114,11 @@ def main() -> None:
     parser.add_argument("--token-chunks", type=int, nargs="+", default=[128], help="tokens at a time")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    comm.init_distributed()
-    mpu.initialize_model_parallel(1)
-    keep_freed_memory()
+    machine = machine_of(join())
     result = {f"hidden {hidden}": measure(hidden, args) for hidden in args.hidden}
     question = "head and loss, forward and backward: time and memory of the whole logits, and of chunks"
     about = {"vocabulary": VOCAB, "tokens": args.tokens, "dtype": args.dtype, "rounds": args.rounds}
-    print(json.dumps({"question": question, **about, **measured_on(machine=machine_of(comm.local_device())), **result}))
+    print(json.dumps({"question": question, **about, **measured_on(machine=machine), **result}))
 
 
 if __name__ == "__main__":

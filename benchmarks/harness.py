@@ -33,9 +33,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # For `tests`, which is never installed, and before this folder, whose data_tools.py hides the package.
 sys.path.insert(0, str(ROOT))
 
-from megazero import comm  # noqa: E402
+from megazero import comm, mpu  # noqa: E402
 from megazero.logging import counted  # noqa: E402
 from megazero.model.config import GPT2Config  # noqa: E402
+from megazero.throughput import keep_freed_memory  # noqa: E402
 
 MACHINE = f"{platform.machine()}, {os.cpu_count()} cores"
 MIB = 2**20
@@ -98,6 +99,14 @@ def model_line(args: argparse.Namespace) -> str:
     """The GPT-2 of the sizes on the command line, for the result line."""
     parameters = gpt2_config(args).num_parameters()
     return f"{args.layers} x {args.hidden}, vocabulary {args.vocab}, {parameters:,} parameters"
+
+
+def join() -> torch.device:
+    """Starts this process as the library's jobs start, with the others that it was launched with; returns its device."""
+    keep_freed_memory()
+    comm.init_distributed()
+    mpu.initialize_model_parallel(1)
+    return comm.local_device()
 
 
 def in_turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:

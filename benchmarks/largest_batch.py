@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 from activation_memory import Bench, Way, ways
-from harness import machine_of, make_parser, measured_on, table
+from harness import join, machine_of, make_parser, measured_on, table
 
-from megazero import comm, mpu
-from megazero.throughput import keep_freed_memory
+from megazero import comm
 
 SIZES = {  # layers, width, heads, tokens of a sequence, vocabulary
     "tiny": (4, 128, 4, 128, 1000),
@@ -112,12 +111,9 @@ def main() -> None:
     args.layers, args.hidden, args.heads, args.seq_length, args.vocab = SIZES[args.model]
     args.batch, args.auto = 1, []
     torch.set_num_threads(1)
-    keep_freed_memory()
-    comm.init_distributed()
+    device = join()
     if torch.distributed.get_world_size() > 1:
         raise SystemExit("largest_batch: it measures one rank; start it without a launcher")
-    mpu.initialize_model_parallel(1)
-    device = comm.local_device()
     if args.memory_gb is None and device.type != "cuda":
         raise SystemExit("largest_batch: without a GPU say how much memory there is: --memory-gb 0.1")
     bench = Bench(args)

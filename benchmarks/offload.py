@@ -35,6 +35,7 @@ from harness import (
     gpt2_config,
     in_turns,
     is_installed,
+    join,
     make_parser,
     measured_on,
     model_line,
@@ -49,7 +50,6 @@ from torch.utils.checkpoint import checkpoint
 from megazero import comm, mpu, zero
 from megazero.engine import Engine, weight_decay_groups
 from megazero.optim.optimizers import OptimizerConfig
-from megazero.throughput import keep_freed_memory
 from megazero.zero.config import HOMES, ZeroConfig
 from megazero.zero.gemini_trace import Meter
 from megazero.zero.nvme_home import NvmeHome
@@ -196,14 +196,6 @@ def run_side(args: argparse.Namespace, name: str) -> dict[str, Any]:
     step, nbytes = (deepspeed_side if system else megazero_side)(args, int(stage), o, p, device)
     found = measured(args, step, device)
     return {**found, "states_mb": {key: round(value / 1e6, 1) for key, value in nbytes().items()}}
-
-
-def join() -> torch.device:
-    """Joins the other ranks; returns this rank's device."""
-    keep_freed_memory()
-    comm.init_distributed()
-    mpu.initialize_model_parallel(1)
-    return comm.local_device()
 
 
 def measured(args: argparse.Namespace, step: Step, device: torch.device) -> dict[str, Any]:

@@ -22,7 +22,8 @@ import sys
 from typing import Any
 
 import torch
-from offload import about, chosen, join, make_engine, measured, play, run_in_turns, side_parser
+from harness import join
+from offload import about, chosen, make_engine, measured, play, run_in_turns, side_parser
 from torch import Tensor
 
 from megazero.engine import Engine

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from harness import compared, gpt2_config, in_turns, machine_of, make_parser, measured_on, model_line, quartiles
+from harness import compared, gpt2_config, in_turns, join, machine_of, make_parser, measured_on, model_line, quartiles
 from peers import CLIP, DECAY, LR
 from plain_gpt2 import PlainGPT2, decay_groups, in_order
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from megazero.engine import Engine, weight_decay_groups
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.optim.optimizers import OptimizerConfig
-from megazero.throughput import keep_freed_memory, peak_tflops
+from megazero.throughput import peak_tflops
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
@@ -90,10 +90,7 @@ def interleave(sides: dict[str, Step], args: argparse.Namespace, device: torch.d
 
 def measure(args: argparse.Namespace) -> dict:
     """Runs both sides and returns the result line."""
-    keep_freed_memory()
-    comm.init_distributed()
-    mpu.initialize_model_parallel(1)
-    device, dtype = comm.local_device(), torch.bfloat16 if args.bf16 else torch.float32
+    device, dtype = join(), torch.bfloat16 if args.bf16 else torch.float32
     config = gpt2_config(args, attention_dropout=0.0, hidden_dropout=0.0, compile=args.compile)
     model, engine_step = engine_side(config, device, dtype)
     sides = {"plain": plain_side(config, device, dtype, model), "engine": engine_step}
