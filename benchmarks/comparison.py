@@ -1,15 +1,29 @@
-"""What interleaved rounds of several training systems say: figures of each, relative to one of them, and whether they agree."""
+"""Rounds of several training systems in turns: figures of each, relative to one of them, and whether they agree."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
+from contextlib import ExitStack, closing
 from typing import Any
 
-from harness import MACHINE, compared, legend, make_parser, measured_on, quartiles
-from rank_sets import StepResult
+from harness import (
+    MACHINE,
+    MIB,
+    compared,
+    in_turns,
+    kernel_bytes,
+    legend,
+    make_parser,
+    measured_on,
+    quartiles,
+    table,
+)
+from peers import Entry, Job
+from rank_sets import RankSet, StepResult
 
 # Relative. The norm's is wide in fp32 too, because vector_norm of 20 million fp32 elements is itself 0.1 % off on a CPU.
 TOLERANCE = {"fp32": {"loss": 1e-4, "grad_norm": 1e-2}, "bf16": {"loss": 1e-2, "grad_norm": 1e-1}}
@@ -54,6 +68,38 @@ def training_parser(about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--malloc", choices=("keep", "stock"), default="keep", help="alike for all sides")
     return parser
+
+
+def play(title: str, sides: dict[str, Entry], job: Job, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Each side's figures, relative to the first one; shown on stderr, too."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # the ranks inherit it
+    untimed = args.warmup + 1  # one more round faults in again what was given back after the warm-up
+    results: dict[str, list[StepResult]] = {name: [] for name in sides}
+    with ExitStack() as stack:
+        sets = {
+            name: stack.enter_context(closing(RankSet(name, entry, job, args.ranks, args.malloc == "keep")))
+            for name, entry in sides.items()
+        }
+        for index, name in in_turns(sides, untimed + args.steps):
+            if index == args.warmup:
+                sets[name].forget_peak()
+            results[name].append(sets[name].step(index))
+            check_memory(name)
+        memory = {name: rank_set.memory(untimed + args.steps) for name, rank_set in sets.items()}
+    first = next(iter(results.values()))
+    rows = {name: summary(own, first, memory[name], untimed) for name, own in results.items()}
+    print(table(title, rows, COLUMNS), file=sys.stderr, flush=True)
+    return rows
+
+
+def check_memory(name: str) -> None:
+    """Raises while there is still memory to say so.
+
+    Raises:
+        RuntimeError: less than 512 MiB are left.
+    """
+    if kernel_bytes("meminfo", "MemAvailable") < 512 * MIB:
+        raise RuntimeError(f"after a step of {name} less than 512 MiB are left: use smaller sizes or fewer --sides")
 
 
 def summary(own: list[StepResult], reference: list[StepResult], memory: dict[str, float], skip: int) -> dict[str, Any]:

@@ -20,94 +20,16 @@ DS_ACCELERATOR=cpu in the environment where it would find a GPU. Megatron-LM tak
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
 
 import megatron_side
-import torch
-from comparison import COLUMNS, conditions, finish, summary, training_parser
-from harness import MIB, in_turns, kernel_bytes, model_line, table
-from peers import CLIP, DECAY, LR, Entry, Job, Side, available_peers
-from rank_sets import RankSet, StepResult
-from torch import Tensor, nn
-
-from megazero import mpu
-from megazero.engine import Engine, weight_decay_groups
-from megazero.mpu.groups import ParallelGroups
-from megazero.optim.optimizers import OptimizerConfig
-from megazero.zero.config import ZeroConfig
+from comparison import conditions, finish, play, training_parser
+from harness import model_line
+from megazero_side import Megazero
+from peers import Entry, Job, available_peers
 
 REFERENCE = "ddp"
-
-
-class EngineSide(Side):
-    """This library's engine; in bf16 it computes with 16-bit weights and updates fp32 master weights."""
-
-    def make_engine(self, model: nn.Module, groups: ParallelGroups, zero: ZeroConfig) -> None:
-        """Sets `engine`."""
-        self.engine = Engine(
-            model,
-            groups,
-            OptimizerConfig(optimizer="muon" if self.job.muon else "adamw").factory(),
-            *weight_decay_groups(model, DECAY, self.job.muon),
-            zero=zero,
-            clip_grad=CLIP,
-            gradient_accumulation_steps=self.job.accumulation,
-            dtype=torch.bfloat16 if self.job.bf16 else None,
-        )
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = LR
-
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of a micro-batch."""
-        return self.engine(tokens, targets)
-
-    def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Forward, backward and step of every micro-batch."""
-        total = 0.0
-        for x, y in zip(tokens, targets, strict=True):
-            total += float(self.engine.backward(self.loss(x, y)))
-            self.engine.step()
-        return total
-
-    def finish(self) -> None:
-        """Waits for new weights that are to arrive during the next forward."""
-        self.engine.optimizer.finish()
-
-    def grad_norm(self) -> float:
-        """What the engine says."""
-        return self.engine.get_global_grad_norm()
-
-    def close(self) -> None:
-        """Ends the engine and its groups."""
-        self.engine.destroy()
-        mpu.destroy_model_parallel()
-
-
-class Megazero(EngineSide):
-    """The engine on the model that all sides train.
-
-    Args:
-        settings: of ZeRO.
-    """
-
-    def __init__(self, job: Job, **settings: Any) -> None:
-        super().__init__(job)
-        groups = mpu.get_groups() if mpu.model_parallel_is_initialized() else mpu.initialize_model_parallel(1)
-        self.make_engine(job.model(), groups, ZeroConfig(**settings))
-
-    def counted_bytes(self) -> int | None:
-        """Elements by the channel's counters times the size of what goes that way: gradients, or weights; not with Muon."""
-        if self.job.muon:
-            return None
-        bucket = self.engine.buckets[0]
-        gradient, weight = bucket.plan.reduce_dtype.itemsize, bucket.weights.flat.dtype.itemsize
-        traffic = self.engine.channel.traffic
-        reduced = traffic["all_reduce"].elements + traffic["reduce_scatter"].elements
-        return reduced * gradient + traffic["all_gather"].elements * weight
 
 
 def all_sides(bf16: bool, muon: bool) -> dict[str, Entry]:
@@ -122,37 +44,6 @@ def all_sides(bf16: bool, muon: bool) -> dict[str, Entry]:
         peers["megatron-0"] = Entry(0, megatron_side.Megatron)
         peers["megatron-1"] = Entry(1, partial(megatron_side.Megatron, shards_optimizer=True))
     return {**({REFERENCE: peers[REFERENCE]} if muon else peers), **ours}
-
-
-def play(title: str, sides: dict[str, Entry], job: Job, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Each side's figures, relative to the first one; shown on stderr, too."""
-    untimed = args.warmup + 1  # one more round faults in again what was given back after the warm-up
-    results: dict[str, list[StepResult]] = {name: [] for name in sides}
-    with ExitStack() as stack:
-        sets = {
-            name: stack.enter_context(closing(RankSet(name, entry, job, args.ranks, args.malloc == "keep")))
-            for name, entry in sides.items()
-        }
-        for index, name in in_turns(sides, untimed + args.steps):
-            if index == args.warmup:
-                sets[name].forget_peak()
-            results[name].append(sets[name].step(index))
-            check_memory(name)
-        memory = {name: rank_set.memory(untimed + args.steps) for name, rank_set in sets.items()}
-    first = next(iter(results.values()))
-    rows = {name: summary(own, first, memory[name], untimed) for name, own in results.items()}
-    print(table(title, rows, COLUMNS), file=sys.stderr, flush=True)
-    return rows
-
-
-def check_memory(name: str) -> None:
-    """Raises while there is still memory to say so.
-
-    Raises:
-        RuntimeError: less than 512 MiB are left.
-    """
-    if kernel_bytes("meminfo", "MemAvailable") < 512 * MIB:
-        raise RuntimeError(f"after a step of {name} less than 512 MiB are left: use smaller sizes or fewer --sides")
 
 
 def measure(args: argparse.Namespace, sides: dict[str, Entry]) -> dict[str, Any]:
@@ -202,7 +93,6 @@ def parse_args() -> tuple[argparse.Namespace, dict[str, Entry]]:
 def main() -> None:
     """Measures, prints, and fails if the sides did not compute the same."""
     args, sides = parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # the ranks inherit it
     result = measure(args, sides)
     finish(result, result["groups"])
 

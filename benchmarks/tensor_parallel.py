@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -25,9 +24,9 @@ import megatron_side
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from comparison import conditions, finish, training_parser
-from data_parallel import EngineSide, play
+from comparison import conditions, finish, play, training_parser
 from harness import gpt2_config, model_line
+from megazero_side import EngineSide
 from peers import CLIP, DECAY, LR, Entry, Job, Side, TorchSide
 from plain_gpt2 import PlainGPT2, decay_groups, in_order, interleaved
 from torch import Tensor, nn
@@ -167,7 +166,6 @@ def available_sides() -> dict[str, Entry]:
 def main() -> None:
     """Measures, prints, and fails if the sides did not compute the same."""
     args = training_parser(__doc__).parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"  # the ranks inherit it
     rows = play("tensor parallel", available_sides(), SameBatch.of(args), args)
     result = {
         "question": "step time, memory and traffic of tensor parallelism, megazero and others",
