@@ -303,7 +303,10 @@ def play(
     run_side: Callable[[argparse.Namespace, str], dict[str, Any]],
     measure: Callable[[argparse.Namespace], dict[str, Any]],
 ) -> None:
-    """Prints the figures of the one side of which this process is a rank; else all sides', in a folder that goes at the end."""
+    """Prints the figures of the one side of which this process is a rank; else all sides', in a folder that goes at the end.
+
+    Without a GPU, where every home has the same Adam, it fails if the sides' losses differ.
+    """
     if args.side:
         found = run_side(args, args.side)
         if torch.distributed.get_rank() == 0:
@@ -312,7 +315,10 @@ def play(
         return
     with tempfile.TemporaryDirectory(dir=args.nvme_path) as folder:
         args.nvme_path = folder
-        print(json.dumps(measure(args)))
+        found = measure(args)
+    print(json.dumps(found))
+    if found["losses"] == "different" and not torch.cuda.is_available():
+        sys.exit("The sides trained different things, so their figures do not compare.")
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,15 @@ def test_no_side_has_a_home_without_effect(monkeypatch, name):
     sides = importlib.import_module(name).side_names(argparse.Namespace(stages=[1, 2, 3], only=[]))
     assert len(set(sides)) > 8
     assert [side for side in sides if re.search(r"(-none|^0.0)-(cpu|nvme)$", side)] == []
+
+
+@pytest.mark.parametrize("losses", ["equal bit for bit", "different"])
+def test_offload_fails_if_its_sides_trained_different_things(monkeypatch, losses):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    args = argparse.Namespace(side=None, nvme_path=None)
+    with pytest.raises(SystemExit) if losses == "different" else nullcontext():
+        importlib.import_module("offload").play(args, None, lambda _: {"losses": losses})
 
 
 @pytest.mark.slow
