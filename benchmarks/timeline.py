@@ -256,14 +256,13 @@ def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 1)
 
 
-def as_trace(events: Iterable[tuple[str, str, float, float]]) -> dict:
+def as_trace(events: list[tuple[str, str, float, float]]) -> dict:
     """The events in the format of Chrome's traces, which ui.perfetto.dev shows."""
-    found = list(events)
-    names = {name: index for index, name in enumerate(dict.fromkeys(name for name, *_ in found))}
+    names = {name: index for index, name in enumerate(dict.fromkeys(name for name, *_ in events))}
     titles = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": n}} for n, i in names.items()]
     bars = [
         {"ph": "X", "name": what, "pid": 0, "tid": names[name], "ts": begin * 1e6, "dur": (end - begin) * 1e6}
-        for name, what, begin, end in found
+        for name, what, begin, end in events
     ]
     return {"traceEvents": [*titles, *bars]}
 
