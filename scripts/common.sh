@@ -51,14 +51,14 @@ use_python() {
   exec 9>&-
 }
 
-# make_venv EXTRA: in the repository, installs the extra into .venv/, which it makes with python3 if there is none. If python3 has a
-# PyTorch, .venv/ uses that: it suits the GPUs of the machine, and another one would take gigabytes.
+# make_venv EXTRA: in the repository, installs the extra into .venv/, which it makes with python3 if there is none, or one whose Python is gone.
+# If python3 has a PyTorch, .venv/ uses that: it suits the GPUs of the machine, and another one would take gigabytes.
 make_venv() {
   local pin=constraints.txt
   echo "no Python environment with the needed packages yet: installing them into .venv (a minute or two)"
   if [ ! -x .venv/bin/python ]; then
     has_packages python3 || { echo "error: python3 is missing or older than 3.10. Install a newer one, or name one by PYTHON." >&2; exit 2; }
-    python3 -m venv .venv || { rm -rf .venv; echo "error: python3 cannot make .venv: it says why above. Half of it would not do, and was removed." >&2; exit 2; }
+    python3 -m venv --clear .venv || { rm -rf .venv; echo "error: python3 cannot make .venv: it says why above. Half of it would not do, and was removed." >&2; exit 2; }
     if has_packages python3 torch; then
       echo "  with the PyTorch of $(command -v python3)"
       python3 -c 'import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec("torch").origin).parents[1])' \

@@ -474,8 +474,8 @@ PYTHON3 = """#!{python}
 import pathlib, subprocess, sys
 if sys.argv[1:3] != ["-m", "venv"]:
     sys.exit(subprocess.run([{python!r}, *{flags}, *sys.argv[1:]], close_fds=False).returncode)
-subprocess.run([{python!r}, "-m", "venv", "--without-pip", sys.argv[3]], check=True)
-pip = next(pathlib.Path(sys.argv[3]).glob("lib/*/site-packages")) / "pip"
+subprocess.run([{python!r}, "-m", "venv", "--without-pip", *sys.argv[3:]], check=True)
+pip = next(pathlib.Path(sys.argv[-1]).glob("lib/*/site-packages")) / "pip"
 pip.mkdir()
 (pip / "__init__.py").touch()
 (pip / "__main__.py").write_text("import sys; print('pip', *sys.argv[1:])")
@@ -522,6 +522,15 @@ def test_an_environment_that_cannot_be_made_leaves_nothing_that_blocks_the_next_
     assert "pip install" in install(tmp_path, "nothing").communicate()[0]
     shutil.rmtree(next(tmp_path.glob(".venv/lib/*/site-packages/pip")))
     assert f"error: {tmp_path}/.venv has no pip" in install(tmp_path, "nothing").communicate()[0]
+
+
+def test_an_environment_whose_python_is_gone_is_made_anew(tmp_path):
+    stand_in(tmp_path, "python3", PYTHON3.format(python=sys.executable, flags=["-S"]))
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    for name, target in (("python", "python3"), ("python3", "/removed/python3.9")):  # as by an upgrade of the system
+        (tmp_path / ".venv/bin" / name).symlink_to(target)
+    output = install(tmp_path, "nothing").communicate()[0]
+    assert "pip install" in output, output
 
 
 def test_packages_that_cannot_be_installed_in_a_read_only_repository_are_named_with_a_way_out(tmp_path):
