@@ -183,7 +183,7 @@ prepare_sample_data() {
 
 # corpora NAMES: sets CORPORA to the words of NAMES, or to NAMES as a whole if it is one corpus with a space in its path
 corpora() {
-  if [ -f "$1" ] || [ -f "$1.idx" ]; then CORPORA=("$1"); else CORPORA=($1); fi
+  if [ -f "$1" ] || [ -f "$1.idx" ] || [ -f "$1_text_document.idx" ]; then CORPORA=("$1"); else CORPORA=($1); fi
 }
 
 # tokenizer_args: sets TOKENIZER_ARGS from TOKENIZER_TYPE, TOKENIZER_PATH, VOCAB_FILE and MERGE_FILE, as far as they are set

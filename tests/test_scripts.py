@@ -387,6 +387,19 @@ def test_relative_paths_count_from_the_folder_in_which_a_script_was_started(corp
     assert "saved" in output and (tmp_path / "checkpoints/gpt2_web_news_items_2x32/loss.png").exists()
 
 
+def test_a_space_parts_corpora_unless_it_is_in_the_path_of_one(tmp_path):
+    (tmp_path / "my web_text_document.idx").touch()
+    for given, count in (
+        ("my web", 1),  # the ending may be left out (megazero/data/corpora.py)
+        ("my web_text_document", 1),
+        ("my web_text_document.idx", 1),
+        ("0.3 web 0.7 other", 4),
+    ):
+        command = f'source {ROOT}/scripts/common.sh; corpora "{given}"; echo ${{#CORPORA[@]}}'
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        assert done.stdout == f"{count}\n", given
+
+
 def test_restarts_of_one_node_alone_are_refused_on_several(corpus):
     output = run("scripts/pretrain_gpt2.sh", **corpus, NNODES="2", MAX_RESTARTS="3", EXPECT="2")
     assert output.startswith("error: MAX_RESTARTS=3 is for one node, and NNODES is 2.") and output.count("\n") == 1
