@@ -43,6 +43,7 @@ use_python() {
       return
     fi
   done
+  [ -x "$REPO/.venv/bin/python" ] || has_packages python3 || { echo "error: python3 is missing or older than 3.10. Install a newer one, or name one by PYTHON." >&2; exit 2; }
   # One run at a time, also of several nodes. The lock ends with this process even if that is killed; Python has it on macOS too.
   exec 9>>"$REPO/constraints.txt" || { echo "error: no Python has the needed packages, and $REPO cannot be written to install them there. Name one that has them by PYTHON." >&2; exit 2; }
   python3 -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' || echo "warning: $REPO cannot be locked: let no other run install there now" >&2
@@ -57,7 +58,6 @@ make_venv() {
   local pin=constraints.txt
   echo "no Python environment with the needed packages yet: installing them into .venv (a minute or two)"
   if [ ! -x .venv/bin/python ]; then
-    has_packages python3 || { echo "error: python3 is missing or older than 3.10. Install a newer one, or name one by PYTHON." >&2; exit 2; }
     python3 -m venv --clear .venv || { rm -rf .venv; echo "error: python3 cannot make .venv: it says why above. Half of it would not do, and was removed." >&2; exit 2; }
     if has_packages python3 torch; then
       echo "  with the PyTorch of $(command -v python3)"

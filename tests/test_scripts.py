@@ -537,6 +537,12 @@ def test_an_environment_that_cannot_be_made_leaves_nothing_that_blocks_the_next_
     assert f"error: {tmp_path}/.venv has no pip" in install(tmp_path, "nothing").communicate()[0]
 
 
+def test_a_machine_without_a_python_is_told_so_in_one_line(tmp_path):
+    stand_in(tmp_path, "python3", "#!/bin/sh\nexit 127\n")
+    output = install(tmp_path, "nothing").communicate()[0]
+    assert output == "error: python3 is missing or older than 3.10. Install a newer one, or name one by PYTHON.\n"
+
+
 def test_an_environment_whose_python_is_gone_is_made_anew(tmp_path):
     stand_in(tmp_path, "python3", PYTHON3.format(python=sys.executable, flags=["-S"]))
     (tmp_path / ".venv/bin").mkdir(parents=True)
