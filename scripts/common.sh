@@ -162,6 +162,8 @@ import socket, sys
 with socket.socket() as probe:
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        if int(sys.argv[1]) == 0:  # bind would take any free port, and the ranks would look for each other at 0
+            raise ValueError("a port is a number from 1 to 65535")
         probe.bind(("", int(sys.argv[1])))
     except (OSError, ValueError, OverflowError) as error:
         sys.exit(f"error: MASTER_PORT={sys.argv[1]} cannot be used on this host ({error}). Choose a free one, or unset it on a single node.")

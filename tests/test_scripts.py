@@ -472,9 +472,10 @@ def test_taken_port_is_one_clear_line(corpus, tmp_path):
         variables = {**corpus, "MASTER_PORT": port, "SAVE": str(tmp_path), "PYTHON": starts_nothing(tmp_path)}
         output = run("scripts/pretrain_gpt2_distributed.sh", **variables, EXPECT="1")
     assert f"error: MASTER_PORT={port} cannot be used on this host" in output and "Traceback" not in output
-    command = f"source scripts/common.sh; PYTHON={sys.executable}; check_port 29x"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("error: MASTER_PORT=29x cannot be used"), done.stderr
+    for port in ("29x", "0"):
+        command = f"source scripts/common.sh; PYTHON={sys.executable}; check_port {port}"
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 1 and done.stderr.startswith(f"error: MASTER_PORT={port} cannot be used"), done.stderr
 
 
 def test_interpreter_without_the_packages_is_named():
