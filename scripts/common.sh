@@ -4,7 +4,7 @@
 # Variables that every script uses, with their defaults:
 #   PYTHON          the interpreter; if unset, .venv/ of the repository, else python3 if it has the packages, else a new .venv/
 #   NPROC           ranks on this node (all GPUs; 2 on a machine without one)
-#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    several nodes; or NNODES and RDZV_ENDPOINT=host:port for torchrun's c10d rendezvous
+#   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    several nodes; or NNODES, RDZV_ENDPOINT=host:port and RDZV_ID for torchrun's c10d rendezvous
 #   CHECK_ONLY      if set, flags and files are checked, for all NNODES x NPROC ranks, and nothing is started
 #   MAX_RESTARTS    one node only: how often all ranks are restarted after one has failed (0); they continue from the last checkpoint
 
@@ -13,6 +13,12 @@ REPO=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 { : 3>&1; } 2>/dev/null || exec >/dev/null  # a daemon may start a script without an output (`>&-`), as it may a job
 export PYTHONPATH=$REPO${PYTHONPATH:+:$PYTHONPATH}  # as if megazero were installed
 export PYTHONSAFEPATH=1  # a random.py where the user stands is not Python's (3.11 on)
+
+# fail MESSAGE: ends the script with this line
+fail() {
+  echo "error: $1" >&2
+  exit 2
+}
 
 # has_packages PYTHON MODULE...: whether the interpreter is new enough and finds all modules, and torch, if it is among them, is 2.8 or newer. It
 # does not import them, because that takes seconds.
@@ -33,8 +39,8 @@ use_python() {
   local extra=$1 candidate
   shift
   if [ -n "${PYTHON:-}" ]; then
-    command -v "$PYTHON" >/dev/null || { echo "error: PYTHON=$PYTHON is no command that can be run in $PWD. Name a Python by its full path, or unset it." >&2; exit 2; }
-    has_packages "$PYTHON" "$@" || { echo "error: PYTHON=$PYTHON is older than 3.10, or lacks torch 2.8 or some of: $*. Unset PYTHON, or run, in $REPO: $PYTHON -m pip install -c constraints.txt -e '.[$extra]'" >&2; exit 2; }
+    command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON is no command that can be run in $PWD. Name a Python by its full path, or unset it."
+    has_packages "$PYTHON" "$@" || fail "PYTHON=$PYTHON is older than 3.10, or lacks torch 2.8 or some of: $*. Unset PYTHON, or run, in $REPO: $PYTHON -m pip install -c constraints.txt -e '.[$extra]'"
     return
   fi
   for candidate in "$REPO/.venv/bin/python" python3; do
@@ -43,9 +49,9 @@ use_python() {
       return
     fi
   done
-  [ -x "$REPO/.venv/bin/python" ] || has_packages python3 || { echo "error: python3 is missing or older than 3.10. Install a newer one, or name one by PYTHON." >&2; exit 2; }
+  [ -x "$REPO/.venv/bin/python" ] || has_packages python3 || fail "python3 is missing or older than 3.10. Install a newer one, or name one by PYTHON."
   # One run at a time, also of several nodes. The lock ends with this process even if that is killed; Python has it on macOS too.
-  exec 9>>"$REPO/constraints.txt" || { echo "error: no Python has the needed packages, and $REPO cannot be written to install them there. Name one that has them by PYTHON." >&2; exit 2; }
+  exec 9>>"$REPO/constraints.txt" || fail "no Python has the needed packages, and $REPO cannot be written to install them there. Name one that has them by PYTHON."
   python3 -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)' || echo "warning: $REPO cannot be locked: let no other run install there now" >&2
   PYTHON=$REPO/.venv/bin/python
   has_packages "$PYTHON" "$@" || (cd "$REPO" && make_venv "$extra")
@@ -58,14 +64,14 @@ make_venv() {
   local pin=constraints.txt
   echo "no Python environment with the needed packages yet: installing them into .venv (a minute or two)"
   if [ ! -x .venv/bin/python ]; then
-    python3 -m venv --clear .venv || { rm -rf .venv; echo "error: python3 cannot make .venv: it says why above. Half of it would not do, and was removed." >&2; exit 2; }
+    python3 -m venv --clear .venv || { rm -rf .venv; fail "python3 cannot make .venv: it says why above. Half of it would not do, and was removed."; }
     if has_packages python3 torch; then
       echo "  with the PyTorch of $(command -v python3)"
       python3 -c 'import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec("torch").origin).parents[1])' \
         >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/python3_torch.pth"
     fi
   fi
-  has_packages .venv/bin/python pip || { echo "error: $PWD/.venv has no pip, or is older than Python 3.10. Delete that folder, or install '.[$1]' into it." >&2; exit 2; }
+  has_packages .venv/bin/python pip || fail "$PWD/.venv has no pip, or is older than Python 3.10. Delete that folder, or install '.[$1]' into it."
   ! has_packages .venv/bin/python torch || pin=
   .venv/bin/python -m pip install --quiet --disable-pip-version-check ${pin:+-c "$pin"} -e ".[$1]"
 }
@@ -78,21 +84,18 @@ launch() {
   local where=() name
   # bash treats a value that is not a number as false, and each node would then train by itself
   for name in NNODES NODE_RANK MAX_RESTARTS; do
-    [[ ${!name:-0} =~ ^[0-9]+$ ]] || { echo "error: $name=${!name} must be a number, or unset." >&2; exit 2; }
+    [[ ${!name:-0} =~ ^[0-9]+$ ]] || fail "$name=${!name} must be a number, or unset."
   done
   # Otherwise torchrun would wait for a job that started without this node or never starts, or train alone if NNODES was forgotten.
   if [ -z "${NNODES:-}" ] && [[ ! ${RDZV_ENDPOINT:-localhost} =~ ^(localhost|127\.) ]]; then  # no other node can reach those
-    echo "error: RDZV_ENDPOINT=$RDZV_ENDPOINT needs NNODES, the number of nodes that meet there (1 for this one alone)." >&2
-    exit 2
+    fail "RDZV_ENDPOINT=$RDZV_ENDPOINT needs NNODES, the number of nodes that meet there (1 for this one alone)."
   fi
   if [ -z "${RDZV_ENDPOINT:-}" ] && [ "${NODE_RANK:-0}" -ge "${NNODES:-1}" ]; then
-    echo "error: NODE_RANK=${NODE_RANK:-0} must be below NNODES=${NNODES:-1}: nodes are numbered from 0." >&2
-    exit 2
+    fail "NODE_RANK=${NODE_RANK:-0} must be below NNODES=${NNODES:-1}: nodes are numbered from 0."
   fi
   # After one node loses a rank, torchrun restarts the ranks of the other nodes at another time or not at all, and they do not meet.
   if [ "${NNODES:-1}" -gt 1 ] && [ "${MAX_RESTARTS:-0}" != 0 ]; then
-    echo "error: MAX_RESTARTS=$MAX_RESTARTS is for one node, and NNODES is $NNODES. Let the batch system start the whole job again (Slurm: --requeue), or unset it." >&2
-    exit 2
+    fail "MAX_RESTARTS=$MAX_RESTARTS is for one node, and NNODES is $NNODES. Let the batch system start the whole job again (Slurm: --requeue), or unset it."
   fi
   # One process checks flags and files before all ranks start, and writes the number of ranks to descriptor 3 (megazero.entry).
   { NPROC=$(MEGAZERO_CHECK=3 NPROC=${NPROC:-} "$PYTHON" "$@" 3>&1 >&4); } 4>&1
