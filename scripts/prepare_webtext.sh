@@ -33,4 +33,4 @@ if [ -z "${VOCABULARY:-}" ]; then
 fi
 
 "$PYTHON" -m data_tools run "$PIPELINE" --set raw="$RAW" output="$OUTPUT" vocabulary="$VOCABULARY" "$@"
-echo "train with: --train-data $OUTPUT/train_text_document --valid-data $OUTPUT/valid_text_document --tokenizer-path $VOCABULARY" >&2
+printf 'train with: --train-data %q --valid-data %q --tokenizer-path %q\n' "$OUTPUT"/{train,valid}_text_document "$VOCABULARY" >&2

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -148,7 +149,7 @@ def test_script_goes_from_the_dump_to_tokens(dump, tmp_path):
     raw, found, vocabulary = dump
     variables = {
         "RAW": str(raw),
-        "OUTPUT": str(tmp_path / "web"),
+        "OUTPUT": str(tmp_path / "my web"),
         "VOCABULARY": str(vocabulary),
         "PYTHON": sys.executable,
     }
@@ -157,10 +158,11 @@ def test_script_goes_from_the_dump_to_tokens(dump, tmp_path):
         command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
-    counts = [len(IndexedDataset(tmp_path / "web" / f"{part}_text_document")) for part in ("train", "valid", "test")]
+    counts = [len(IndexedDataset(tmp_path / "my web" / f"{part}_text_document")) for part in ("train", "valid", "test")]
     assert sum(counts) == found["good"]
-    assert json.loads(done.stdout)["manifest"] == str(tmp_path / "web" / "manifest.json")
-    assert f"--train-data {tmp_path}/web/train_text_document" in done.stderr
+    assert json.loads(done.stdout)["manifest"] == str(tmp_path / "my web" / "manifest.json")
+    flags = shlex.split(done.stderr.splitlines()[-1])  # which a shell takes as they stand
+    assert flags[flags.index("--train-data") + 1] == f"{tmp_path}/my web/train_text_document"
 
 
 def test_script_without_a_dump_trains_a_vocabulary_and_finds_what_was_planted(tmp_path, monkeypatch):
