@@ -33,7 +33,6 @@ json_has "train_micro_batch_size_per_gpu|train_batch_size" && [ -z "${BATCH_SIZE
 json_has optimizer && [ -z "${LR:-}" ] || TRAIN_ARGS+=(--lr "${LR:-3e-3}")
 json_has optimizer || TRAIN_ARGS+=(--weight-decay 0.1)
 json_has scheduler && [ -z "${WARMUP:-}" ] || TRAIN_ARGS+=(--lr-decay-style cosine --warmup "${WARMUP:-0.05}")
-json_has gradient_clipping || TRAIN_ARGS+=(--clip-grad 1.0)
 json_has steps_per_print && [ -z "${LOG_INTERVAL:-}" ] || TRAIN_ARGS+=(--log-interval "${LOG_INTERVAL:-25}")
 CHECKPOINT_ARGS=(--save "$SAVE" --load "${LOAD:-$SAVE}" --save-interval "${SAVE_INTERVAL:-200}" --keep-last "${KEEP_LAST:-2}")
 PARALLEL_ARGS=(--model-parallel-size "${MODEL_PARALLEL_SIZE:-1}" ${ZERO_STAGE:+--zero-stage "$ZERO_STAGE"})
