@@ -36,18 +36,15 @@ PYTHON
 
 # use_python EXTRA MODULE...: sets PYTHON to an interpreter that has the modules; if necessary, installs the extra into .venv/
 use_python() {
-  local extra=$1 candidate
+  local extra=$1
   shift
   if [ -n "${PYTHON:-}" ]; then
     command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON is no command that can be run in $PWD. Name a Python by its full path, or unset it."
     has_packages "$PYTHON" "$@" || fail "PYTHON=$PYTHON is older than 3.10, or lacks torch 2.8 or some of: $*. Unset PYTHON, or run, in $REPO: $PYTHON -m pip install -c constraints.txt -e '.[$extra]'"
     return
   fi
-  for candidate in "$REPO/.venv/bin/python" python3; do
-    if command -v "$candidate" >/dev/null && has_packages "$candidate" "$@"; then
-      PYTHON=$candidate
-      return
-    fi
+  for PYTHON in "$REPO/.venv/bin/python" python3; do
+    ! has_packages "$PYTHON" "$@" || return 0
   done
   [ -x "$REPO/.venv/bin/python" ] || has_packages python3 || fail "python3 is missing or older than 3.10. Install a newer one, or name one by PYTHON."
   # One run at a time, also of several nodes. The lock ends with this process even if that is killed; Python has it on macOS too.
