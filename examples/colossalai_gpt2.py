@@ -1,5 +1,6 @@
 """Colossal-AI's ZeRO tutorial over megazero: GPT-2 Medium as a Hugging Face model, in such a loop with its imports changed.
 
+pip install transformers
 torchrun --nproc_per_node 2 examples/colossalai_gpt2.py                        # GPT-2 Medium
 python examples/colossalai_gpt2.py --layers 2 --hidden 64 --seq-len 16 --batch-size 2 --steps 3   # a laptop
 """
