@@ -230,6 +230,16 @@ def test_verify_of_an_index_that_is_wrong(saved, change, expected):
     assert re.search(expected, "\n".join(verify(saved, TAG).problems))
 
 
+@pytest.mark.parametrize("command", ["ls", "diff"])
+@pytest.mark.parametrize("key", ["counters", "loss_scaler", "client_state"])
+def test_settings_that_are_not_what_was_written_are_an_error_of_one_line(saved, capsys, command, key):
+    path = saved / TAG / "index.json"
+    path.write_bytes(index_bytes({**json.loads(path.read_text()), key: {"ema": {"$": "tensor"}}}))
+    assert main([command, *[str(path.parent)] * (2 if command == "diff" else 1)]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(f"error: {path} is malformed at its settings: KeyError") and err.count("\n") == 1
+
+
 SOURCES = ("deepspeed", "megatron", "huggingface", "dcp")
 
 

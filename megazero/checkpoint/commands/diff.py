@@ -148,10 +148,11 @@ def _chunks(reader: Reader, name: str, state: str) -> Iterator[Tensor]:
 
 def _settings(reader: Reader) -> Iterator[tuple[str, str]]:
     """Every counter and setting by its path, as text."""
-    tensors = {**reader.blobs(CLIENT), **reader.blobs(SCHEDULE)}
-    for key in _SETTINGS:
-        if reader.index.get(key) is not None:
-            yield from _flat(tensors, key, reader.index[key])
+    with reader.well_formed("its settings"):
+        tensors = {**reader.blobs(CLIENT), **reader.blobs(SCHEDULE)}
+        for key in _SETTINGS:
+            if reader.index.get(key) is not None:
+                yield from _flat(tensors, key, reader.index[key])
 
 
 def _flat(tensors: dict[str, Tensor], path: str, value: Any) -> Iterator[tuple[str, str]]:

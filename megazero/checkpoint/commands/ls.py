@@ -92,7 +92,11 @@ def describe_directory(directory: str | Path) -> list[str]:
 
 
 def describe(reader: Reader) -> list[str]:
-    """Everything that the index of one checkpoint says: its parameters, counters and settings."""
+    """Everything that the index of one checkpoint says: its parameters, counters and settings.
+
+    Raises:
+        CheckpointError: they are not what was written.
+    """
     rows, kinds, numels, nbytes = [], Counter[str](), Counter[str](), Counter[str]()
     for name, entry in reader.tensors.items():
         codes = dict.fromkeys(map(dtype_code, entry.states.values()))
@@ -105,14 +109,15 @@ def describe(reader: Reader) -> list[str]:
     totals = [(kind, f"{count} tensors, {numels[kind]:,} elements") for kind, count in kinds.items()]
     totals += [(state, size(count)) for state, count in nbytes.items()]
     totals += [(alias, f"is tied to {name}") for alias, name in reader.aliases.items()]
-    for title, entries in (
-        ("totals", totals),
-        ("checkpoint", _facts(reader)),
-        ("optimizer", _optimizer(reader.index.get("optimizer"))),
-        ("loss scale", _entries(reader.index.get("loss_scaler"))),
-        ("learning rate schedule", _entries(reader.index.get("lr_scheduler"))),
-        ("client state", _entries(reader.index.get("client_state"))),
-    ):
+    with reader.well_formed("its settings"):
+        settings = {
+            "checkpoint": _facts(reader),
+            "optimizer": _optimizer(reader.index.get("optimizer")),
+            "loss scale": _entries(reader.index.get("loss_scaler")),
+            "learning rate schedule": _entries(reader.index.get("lr_scheduler")),
+            "client state": _entries(reader.index.get("client_state")),
+        }
+    for title, entries in {"totals": totals, **settings}.items():
         lines += ["", *table(title, entries or [("none", "")]).splitlines()]
     return [line.rstrip() for line in lines]
 
