@@ -122,12 +122,11 @@ def _fp32(reader: Reader, name: str) -> LazyTensor:
 
 
 def _announce(reader: Reader, output: Path, names: Iterable[str]) -> None:
-    index = reader.index
     total = sum(reader.tensors[name].numel for name in names if reader.tensors[name].kind != "buffer")
-    ranks = index["model_parallel_size"] * index["data_parallel_size"]
     try:
         print(f"Processing zero checkpoint at {reader.path.name}")
-        print(f"Detected checkpoint of type zero stage {index['zero_stage']}, world_size: {ranks}")
+        stage, ranks = reader.index.get("zero_stage"), len(reader.files)
+        print(f"Detected checkpoint of type zero stage {stage}, world_size: {ranks}")
         print(f"Saving fp32 state dict to {output} (total_numel={total})", flush=True)
     except OSError:  # a full disk, or a reader that has left: no reason to give up. Python would fail again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

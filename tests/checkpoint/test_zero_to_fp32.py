@@ -19,6 +19,7 @@ from torch import nn
 
 from megazero import mpu
 from megazero.checkpoint import zero_to_fp32
+from megazero.checkpoint.format import index_bytes
 from megazero.checkpoint.zero_to_fp32 import main
 from megazero.engine import Engine, weight_decay_groups
 from megazero.utils.zero_to_fp32 import (
@@ -293,6 +294,15 @@ def test_tensor_parallel_parts_are_merged_bit_for_bit(tmp_path):
     want = {name: states.get("master", states.get("constant")) for name, states in tensors().items()}
     assert state.keys() == {*want, "head"} and state["head"] is state["words"]
     assert all(torch.equal(state[name], want[name].float() if name == "frozen" else want[name]) for name in want)
+
+
+def test_of_the_sizes_in_the_index_only_the_tensor_parallel_one_is_needed(tmp_path, capsys):
+    path = make(tmp_path / "saved", 2, 2).path / "index.json"
+    index = json.loads(path.read_bytes())
+    del index["data_parallel_size"], index["zero_stage"]
+    path.write_bytes(index_bytes(index))
+    assert main([str(tmp_path / "saved"), str(tmp_path / "model.safetensors")]) == 0
+    assert "zero stage None, world_size: 4" in capsys.readouterr().out
 
 
 def test_errors_name_what_is_missing(saved, tmp_path, capsys):
