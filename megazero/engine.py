@@ -18,7 +18,7 @@ from megazero.checkpoint import loader
 from megazero.checkpoint.capture import capture
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.saver import Saver
-from megazero.checkpoint.tags import tag_of
+from megazero.checkpoint.tags import check_tag, tag_of
 from megazero.checkpoint.training_state import TrainingState
 from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.parallel_module import ParallelModule
@@ -577,14 +577,16 @@ class Engine:
             TypeError: the client state holds something else; the message says where.
             OSError: a file could not be written, on whichever rank. The previous checkpoint stays the latest.
             DirectoryInUseError: another job saves there.
-            ValueError: `keep_last` is negative, or no integer; or `exclude_frozen_parameters` is given without an optimizer:
-                nothing is trained, and nothing would be saved.
+            ValueError: `tag` cannot name a directory; `keep_last` is negative, or no integer; or `exclude_frozen_parameters` is
+                given without an optimizer: nothing is trained, and nothing would be saved.
         """
         if exclude_frozen_parameters and self.optimizer is None:
             raise ValueError(
                 "save_checkpoint(exclude_frozen_parameters=True): this engine was made without an optimizer, so every parameter "
                 "is frozen, and none would be saved. Drop it."
             )
+        if tag is not None:
+            check_tag(tag)
         keep_last = _integer("save_checkpoint's keep_last", keep_last)
         if keep_last < 0:
             raise ValueError(f"save_checkpoint(keep_last={keep_last}): say how many to keep; 0 keeps all.")

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from megazero.checkpoint.format import CheckpointError, index_bytes
 from megazero.checkpoint.standalone import SCRIPT, place_script
-from megazero.checkpoint.tags import check_tag, latest_tag, list_tags, replaced_path, tag_at, tags_of_jobs
+from megazero.checkpoint.tags import latest_tag, list_tags, replaced_path, tag_at, tags_of_jobs
 from megazero.checkpoint.tensor_file import naming
 from megazero.files import NO_LOCKS, append_suffix, is_still, remove_asides, sync_folder, warn_of_no_locks, write_whole
 
@@ -152,10 +152,8 @@ class CheckpointFolder:
         """Claims the directory, clears what saves that died have left, and makes the one aside.
 
         Raises:
-            ValueError: the tag cannot name a directory.
             DirectoryInUseError, OSError: as `claim`.
         """
-        check_tag(tag)
         self.wait()
         self.claim()
         with self._one_at_a_time:
