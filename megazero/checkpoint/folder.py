@@ -247,7 +247,9 @@ class CheckpointFolder:
 
 def _is_ours(path: Path) -> bool:
     """Whether a save, and no other system and no user, has put there what is there, even if its index is lost."""
-    names = os.listdir(path) if path.is_dir() else [path.name]
+    if not path.is_dir():
+        return False
+    names = os.listdir(path)
     return not names or any(name == "index.json" or name.startswith("rank_") for name in names)
 
 

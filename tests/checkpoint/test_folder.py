@@ -382,22 +382,22 @@ def test_what_has_a_checkpoints_name_and_is_none_is_kept(world, tmp_path, caplog
     theirs.parent.mkdir()
     theirs.write_bytes(b"weights")
     (tmp_path / ".global_step1.replaced").mkdir()  # of a save that died since
-    (tmp_path / "notes").write_text("a file")
-    (tmp_path / "notes.other").write_text("an older one")
+    (tmp_path / "rank_notes").write_text("a file")
+    (tmp_path / "rank_notes.other").write_text("an older one")
     (tmp_path / "made").mkdir()  # as scripts do before they save
     engine = write_one(tmp_path)
     assert f"{tmp_path}/global_step1.other from now on" in caplog.text
-    for tag in ("notes", "made"):
+    for tag in ("rank_notes", "made"):
         engine.save_checkpoint(str(tmp_path), tag=tag)
     (tmp_path / "global_step1" / "index.json").unlink()  # one of ours all the same
     engine.save_checkpoint(str(tmp_path), keep_last=1)
     engine.wait_for_checkpoint()
     assert (tmp_path / "global_step1.other" / theirs.name).read_bytes() == b"weights"
-    assert (tmp_path / "notes.other").read_text() == "an older one"
-    assert (tmp_path / "notes.other.other").read_text() == "a file"
+    assert (tmp_path / "rank_notes.other").read_text() == "an older one"
+    assert (tmp_path / "rank_notes.other.other").read_text() == "a file"
     assert visible(tmp_path) == [
-        *("global_step1", "global_step1.other", "latest", "made", "notes", "notes.other", "notes.other.other"),
-        "zero_to_fp32.py",
+        *("global_step1", "global_step1.other", "latest", "made"),
+        *("rank_notes", "rank_notes.other", "rank_notes.other.other", "zero_to_fp32.py"),
     ]
 
 
