@@ -266,7 +266,10 @@ def _move(path: Path, to: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Deletes what is there, whatever it is. A job is fine without the space, so it goes on where that fails."""
+    """Deletes what is there, whatever it is. Where that fails, a job goes on without the space; but the name is free.
+
+    On NFS, a folder is not empty while a process of this machine reads a file that was in it.
+    """
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -274,3 +277,5 @@ def _remove(path: Path) -> None:
             path.unlink(missing_ok=True)
     except OSError as error:
         logger.warning("could not delete %s: %s", path, error)
+        with suppress(OSError):
+            os.rename(path, path.with_name(f".{uuid.uuid4().hex}.partial"))  # which the next save tries to delete

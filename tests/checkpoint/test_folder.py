@@ -453,6 +453,20 @@ def test_leftovers_that_are_no_directories_are_no_obstacle(world, tmp_path):
     assert latest_tag(tmp_path / "save") == "global_step3"
 
 
+def test_what_cannot_be_deleted_is_no_obstacle(world, tmp_path, monkeypatch, caplog):
+    engine = write_one(tmp_path)
+    (tmp_path / ".global_step1.partial").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", fails_with(errno.ENOTEMPTY))
+        for number in range(3):
+            engine.save_checkpoint(str(tmp_path), client_state={"number": number})
+        engine.wait_for_checkpoint()
+    assert engine.load_checkpoint(str(tmp_path))[1] == {"number": 2} and "could not delete" in caplog.text
+    engine.save_checkpoint(str(tmp_path))
+    engine.wait_for_checkpoint()
+    assert not list(tmp_path.glob(".*.partial"))
+
+
 def leftovers(directory) -> list[str]:
     return sorted(p.name for p in directory.glob(".global*"))
 
