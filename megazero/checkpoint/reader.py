@@ -182,7 +182,6 @@ class Reader:
         if not has_own_checksum(content):
             path = self.path / "index.json"
             raise CheckpointError(f"{path} is damaged: its checksum is not that of what it holds. {REMEDY}")
-        del index["crc32"]
         return index
 
     def _open(self, name: str, entry: dict[str, Any]) -> CheckedFile:
