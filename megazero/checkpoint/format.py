@@ -27,7 +27,7 @@ FORMAT, FORMAT_VERSION = "megazero", 2
 CONSTANT = "constant"  # the one state of parameters that are not trained, and of buffers
 _WEIGHT_STATES = {"trained": "master", "frozen": CONSTANT, "buffer": CONSTANT}  # by the kind of a tensor
 # What the keys of tensors begin with that are no part of the model.
-RNG, CLIENT, SCHEDULE = "rng/", "client", "lr_scheduler"
+RNG, CLIENT, SCHEDULE = "rng/", "client/", "lr_scheduler/"
 # As in safetensors.
 DTYPES = {
     "F64": torch.float64,

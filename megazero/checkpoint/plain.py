@@ -54,7 +54,7 @@ def _is_json(value: Any) -> bool:
 
 
 def encode(value: Any, path: str = "client_state", prefix: str = CLIENT) -> tuple[Any, dict[str, Tensor]]:
-    """`value` as data that `json.dumps(allow_nan=False)` takes, and the tensors in it under the names `prefix`/0, `prefix`/1, ...
+    """`value` as data that `json.dumps(allow_nan=False)` takes, and the tensors in it under the names `prefix`0, `prefix`1, ...
 
     Supported are None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict, OrderedDict, Counter (keys may
     be anything hashable of this list), tensors, and numpy arrays and scalars of numbers or bools. A torch.Size comes back as a
@@ -178,7 +178,7 @@ class _Encoder:
         return self._store(torch.from_numpy(array if is_stored else array.reshape(-1).view(np.uint8)))
 
     def _store(self, tensor: Tensor) -> str:
-        name = f"{self.prefix}/{len(self.tensors)}"
+        name = f"{self.prefix}{len(self.tensors)}"
         self.tensors[name] = tensor
         return name
 
