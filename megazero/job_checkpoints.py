@@ -112,7 +112,7 @@ def load(job: Job, is_expected: bool = False) -> None:
 
 def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
     """Warns if the data do not continue where the checkpoint's run left off, or if their loss is computed differently."""
-    if "config" not in client:
+    if "train_samples" not in client:  # a script's own may have a "config", too
         logger.warning(
             "the checkpoint was imported: the samples after its %d are those that come next if the run read one corpus, and this "
             "one has its --split, --seq-length, --seed, --global-batch-size and --train-iters",

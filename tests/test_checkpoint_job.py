@@ -231,6 +231,12 @@ def test_a_load_that_points_beside_the_checkpoints_is_no_new_run(corpus, whole, 
         assert done.returncode != 0 and words in done.stdout and "Traceback" not in done.stdout, done.stdout
 
 
+def test_a_scripts_own_state_is_not_taken_for_the_jobs(caplog):
+    client = {"iteration": 3, "consumed_samples": 12, "config": {"lr": 0.1}}
+    job_checkpoints._warn_of_other_samples(SimpleNamespace(consumed_samples=12), client)
+    assert "the checkpoint was imported: the samples after its 12 are" in caplog.text
+
+
 def test_a_prompt_that_fills_all_positions_is_refused_before_the_model_is_loaded(whole, monkeypatch):
     monkeypatch.setattr(
         "sys.argv", ["generate_samples.py", "--load", str(whole), "--prompt", "short", "far too long " * 99]
