@@ -34,7 +34,7 @@ from megazero.checkpoint.importers.foreign import (
     type_of_states,
 )
 from megazero.checkpoint.importers.megatron_cuts import merge_model_parallel
-from megazero.checkpoint.importers.torch_files import Record, plain_data
+from megazero.checkpoint.importers.torch_files import Record, as_saved_by, plain_data
 from megazero.zero.bucket import MASTER
 
 logger = logging.getLogger(__name__)
@@ -70,26 +70,27 @@ def read_deepspeed(directory: str | Path, tag: str | None = None) -> ForeignChec
         ValueError: the files do not belong together, are damaged, or are of a kind that is not supported.
     """
     files = find_deepspeed_files(directory, tag)
-    models = [files.load_model(rank) for rank in range(files.model_parallel)]
-    ranks = [_read_rank(files, rank, model) for rank, model in enumerate(models)]
-    model, first = models[0], ranks[0]
-    tensors = first.tensors
-    if len(ranks) > 1:
-        tensors = merge_model_parallel([rank.tensors for rank in ranks], model.get("checkpoint_version", 0))
-    logger.info("%s: written by DeepSpeed %s, %d tensors", files.folder, model.get("ds_version"), len(tensors))
-    return ForeignCheckpoint(
-        tensors=tensors,
-        aliases={alias: name for alias, name in first.aliases.items() if name in tensors},
-        global_steps=int(model.get("global_steps") or 0),
-        skipped_steps=int(model.get("skipped_steps") or 0),
-        global_samples=int(model.get("global_samples") or 0),
-        optimizer_type=_optimizer_type(str(files.folder), model.get("ds_config"), first.optimizer),
-        optimizer_counters=first.optimizer.counters,
-        optimizer_groups=plain_data(first.optimizer.groups, "optimizer_groups"),
-        lr_scheduler=plain_data(model["lr_scheduler"], "lr_scheduler") if model.get("lr_scheduler") else None,
-        loss_scaler=_loss_scaler(first.optimizer.state),
-        client_state=plain_data({k: v for k, v in model.items() if k not in _OWN_KEYS}, "client_state"),
-    )
+    with as_saved_by("DeepSpeed", files.folder):
+        models = [files.load_model(rank) for rank in range(files.model_parallel)]
+        ranks = [_read_rank(files, rank, model) for rank, model in enumerate(models)]
+        model, first = models[0], ranks[0]
+        tensors = first.tensors
+        if len(ranks) > 1:
+            tensors = merge_model_parallel([rank.tensors for rank in ranks], model.get("checkpoint_version", 0))
+        logger.info("%s: written by DeepSpeed %s, %d tensors", files.folder, model.get("ds_version"), len(tensors))
+        return ForeignCheckpoint(
+            tensors=tensors,
+            aliases={alias: name for alias, name in first.aliases.items() if name in tensors},
+            global_steps=int(model.get("global_steps") or 0),
+            skipped_steps=int(model.get("skipped_steps") or 0),
+            global_samples=int(model.get("global_samples") or 0),
+            optimizer_type=_optimizer_type(str(files.folder), model.get("ds_config"), first.optimizer),
+            optimizer_counters=first.optimizer.counters,
+            optimizer_groups=plain_data(first.optimizer.groups, "optimizer_groups"),
+            lr_scheduler=plain_data(model["lr_scheduler"], "lr_scheduler") if model.get("lr_scheduler") else None,
+            loss_scaler=_loss_scaler(first.optimizer.state),
+            client_state=plain_data({k: v for k, v in model.items() if k not in _OWN_KEYS}, "client_state"),
+        )
 
 
 def _read_rank(files: DeepSpeedFiles, rank: int, model: dict[str, Any]) -> _Rank:
@@ -127,14 +128,14 @@ def _constant(value: Tensor, kind: str) -> ForeignTensor:
 
 def _frozen_shares(models: Sequence[dict[str, Any]]) -> dict[str, ForeignTensor]:
     """The frozen parameters of a stage 3 checkpoint: the model file of each data-parallel rank has its share of them."""
-    shapes, first = models[0].get("frozen_param_shapes") or {}, models[0].get("frozen_param_fragments") or {}
+    shapes = models[0].get("frozen_param_shapes") or {}
+    shares = {name: [model["frozen_param_fragments"][name].flatten() for model in models] for name in shapes}
 
     def read(name: str) -> Tensor:
-        joined = torch.cat([model["frozen_param_fragments"][name].flatten() for model in models])
-        return joined[: math.prod(shapes[name])].view(tuple(shapes[name]))
+        return torch.cat(shares[name])[: math.prod(shapes[name])].view(tuple(shapes[name]))
 
     return {
-        name: ForeignTensor(tuple(shape), "frozen", {CONSTANT: partial(read, name)}, first[name].dtype)
+        name: ForeignTensor(tuple(shape), "frozen", {CONSTANT: partial(read, name)}, shares[name][0].dtype)
         for name, shape in shapes.items()
     }
 

@@ -33,7 +33,7 @@ from megazero.checkpoint.importers.megatron_dist import read_megatron_dist
 from megazero.checkpoint.importers.megatron_files import MegatronFiles, optimizer_or_none, our_name
 from megazero.checkpoint.importers.megatron_optimizer import read_optimizer
 from megazero.checkpoint.importers.torch_dist import is_torch_dist
-from megazero.checkpoint.importers.torch_files import load_torch_dict, plain_data
+from megazero.checkpoint.importers.torch_files import as_saved_by, load_torch_dict, plain_data
 from megazero.files import read_whole
 from megazero.model.huggingface import check_names
 from megazero.mpu.partition import Partition
@@ -68,16 +68,12 @@ def read_megatron(
         ValueError: a size is not known, or the checkpoint is damaged, not complete or of another model.
     """
     folder = _folder(Path(directory), iteration)
-    try:
+    with as_saved_by("Megatron-LM", folder):
         saved = read_megatron_dist(folder) if is_torch_dist(folder) else _read_ranks(folder)
         args = plain_data(saved.common.get("args", {}), "args")
         config = megatron_config(saved.shards, args, vocab_size, num_attention_heads, folder)
         version = float(saved.common.get("checkpoint_version") or 0)
         steps = 0 if folder.name == "release" else int(saved.common.get("iteration", 0))
-    except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # of data of other types
-        raise ValueError(
-            f"{folder} holds other values than Megatron-LM saves ({error!r}). It is damaged or of another version; copy it again."
-        ) from error
     shapes = config.full_shapes()
     cuts = _checked_cuts(saved.shards, shapes, folder)
 

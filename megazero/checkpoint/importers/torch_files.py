@@ -11,6 +11,8 @@ import errno
 import io
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +180,17 @@ def load_torch_dict(path: Path, key: str, what: str) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get(key), dict):
         raise ValueError(f"{path} has no dict {key!r}: it is no {what}.")
     return content
+
+
+@contextmanager
+def as_saved_by(system: str, folder: Path) -> Iterator[None]:
+    """Inside, what was read from the folder is taken for what `system` saves; of data of other types, a ValueError says so."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            f"{folder} holds other values than {system} saves ({error!r}). It is damaged or of another version; copy it again."
+        ) from error
 
 
 def plain_data(value: Any, name: str) -> Any:

@@ -178,6 +178,28 @@ def test_wrong_sizes_are_refused(tmp_path, stage):
         read_deepspeed(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "keys"),
+    [
+        ("zero_pp_rank_0_mp_rank_00_model_states.pt", ("param_shapes", 0)),
+        ("zero_pp_rank_0_mp_rank_00_model_states.pt", ("ds_config", "optimizer")),
+        ("zero_pp_rank_1_mp_rank_00_model_states.pt", ("frozen_param_fragments",)),
+        ("zero_pp_rank_1_mp_rank_00_optim_states.pt", ("optimizer_state_dict", "fp32_flat_groups")),
+    ],
+)
+def test_values_of_other_types_are_refused(tmp_path, file, keys):
+    write_checkpoint(tmp_path, small_model(), 3, 2)
+
+    def change(content):
+        for key in keys[:-1]:
+            content = content[key]
+        content[keys[-1]] = 3
+
+    edit(tmp_path / "global_step3" / file, change)
+    with pytest.raises(ValueError, match="global_step3 holds other values than DeepSpeed saves"):
+        read_deepspeed(tmp_path)
+
+
 def test_pipelines_are_refused(tmp_path):
     write_checkpoint(tmp_path, small_model(), 1, 1)
     (tmp_path / "global_step3" / "layer_03-model_states.pt").touch()
