@@ -149,13 +149,7 @@ class CheckpointFolder:
         return self.path / f".{tag}.partial"
 
     def prepare(self, tag: str) -> None:
-        """Claims the directory, clears what saves that died have left, and makes the one aside.
-
-        Raises:
-            DirectoryInUseError, OSError: as `claim`.
-        """
-        self.wait()
-        self.claim()
+        """Makes the directory aside, in a claimed one, and clears what saves that died have left."""
         with self._one_at_a_time:
             self._clear()
             self.aside(tag).mkdir()

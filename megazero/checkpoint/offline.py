@@ -58,6 +58,7 @@ def write_checkpoint(
     total = sum(state.nbytes for each in snapshots for states in each.pieces.values() for state in states.values())
     with tqdm(total=total, desc=f"writing {tag}", unit="B", unit_scale=True, disable=None) as bar:
         try:
+            folder.claim()
             folder.prepare(tag)
             try:
                 parts = [write_rank_file(folder.aside(tag), rank, each) for rank, each in enumerate(snapshots)]

@@ -68,7 +68,7 @@ def test_a_process_that_ends_deletes_first_and_one_that_dies_leaves_it_to_who_cl
         "import os, sys, time; from pathlib import Path; from megazero.checkpoint import folder\n"
         "remove = folder._remove\n"
         "folder._remove = lambda path: (time.sleep(0.3), os._exit(9) if sys.argv[2] == 'dies' else remove(path))\n"
-        "mine = folder.CheckpointFolder(sys.argv[1]); mine.prepare('global_step1'); "
+        "mine = folder.CheckpointFolder(sys.argv[1]); mine.claim(); mine.prepare('global_step1'); "
         "mine.publish('global_step1', {}, True, 0)"
     )
     engine = write_one(tmp_path)
