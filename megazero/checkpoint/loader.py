@@ -103,7 +103,7 @@ def _newest_tag(directory: str | Path, fallback: bool) -> str | None:
 
 def _candidates(directory: str | Path, tag: str | None, fallback: bool) -> list[str | None]:
     """The tag to load, and those to go back to, newest first."""
-    newest = tag or _newest_tag(directory, fallback)
+    newest = _newest_tag(directory, fallback) if tag is None else tag
     return [newest, *(tags_to_go_back_to(directory, newest) if fallback else [])]
 
 
