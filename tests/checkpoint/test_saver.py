@@ -318,7 +318,7 @@ def test_a_rank_that_can_start_no_thread_saves_at_once(tmp_path):
 def _without_a_thread(directory: str) -> None:
     engine = make_engine(1)
     if torch.distributed.get_rank() == 1:
-        saver.threading.Thread = Mock(**{"return_value.start.side_effect": RuntimeError("can't start new thread")})
+        saver.threading = Mock(**{"Thread.return_value.start.side_effect": RuntimeError("can't start new thread")})
     engine.save_checkpoint(directory, in_background=True)
     engine.wait_for_checkpoint()
     assert latest_tag(directory) == "global_step0"
