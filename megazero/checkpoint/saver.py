@@ -23,7 +23,7 @@ import torch
 from megazero import comm
 from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.tensor_file import naming
-from megazero.checkpoint.writer import Snapshot, whole_index, write_rank_file
+from megazero.checkpoint.writer import Snapshot, rank_file, whole_index, write_rank_file
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ def _is_seen(path: Path) -> bool:
 
 def _note(aside: Path, rank: int) -> Path:
     """Where a rank tells the first one what the index has to know of its file."""
-    return aside / f"rank_{rank:05d}.json"
+    return (aside / rank_file(rank)).with_suffix(".json")
 
 
 def _write_part(aside: Path, snapshot: Snapshot) -> None:
