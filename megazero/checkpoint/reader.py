@@ -138,11 +138,11 @@ class Reader:
         """How many elements of a parameter the index does not list."""
         return self.entry(name).numel - self._pieces(name).full_to_saved.numel
 
-    def blobs(self, prefix: str, rank: int = 0) -> dict[str, Tensor]:
-        """The tensors that a rank has saved beside the model, by key: those whose key begins with `prefix`."""
+    def blobs(self, *prefixes: str, rank: int = 0) -> dict[str, Tensor]:
+        """The tensors that a rank has saved beside the model, by key: those whose key begins with one of `prefixes`."""
         with self.well_formed("blobs"):
             entries = self.index["blobs"][rank].items()
-            return {key: self._blob(*entry) for key, entry in entries if key.startswith(prefix)}
+            return {key: self._blob(*entry) for key, entry in entries if key.startswith(prefixes)}
 
     def _blob(self, file: int, offset: int, code: str, shape: Sequence[int]) -> Tensor:
         nbytes = math.prod(shape) * DTYPES[code].itemsize

@@ -222,7 +222,7 @@ def _load_rng(state: TrainingState, reader: Reader) -> None:
     index, groups = reader.index, state.groups
     saved = index["model_parallel_size"], index["data_parallel_size"], index["device"]
     here = groups.model_parallel_size, groups.data_parallel_size, comm.local_device().type
-    blobs = reader.blobs(RNG, torch.distributed.get_rank()) if saved == here else {}
+    blobs = reader.blobs(RNG, rank=torch.distributed.get_rank()) if saved == here else {}
     states = {key.removeprefix(RNG): state for key, state in blobs.items()}
     if states:
         set_rng_states(states)

@@ -149,7 +149,7 @@ def _chunks(reader: Reader, name: str, state: str) -> Iterator[Tensor]:
 def _settings(reader: Reader) -> Iterator[tuple[str, str]]:
     """Every counter and setting by its path, as text."""
     with reader.well_formed("its settings"):
-        tensors = {**reader.blobs(CLIENT), **reader.blobs(SCHEDULE)}
+        tensors = reader.blobs(CLIENT, SCHEDULE)
         for key in _SETTINGS:
             if reader.index.get(key) is not None:
                 yield from _flat(tensors, key, reader.index[key])

@@ -37,7 +37,7 @@ def reshape(reader: Reader, directory: str | Path, model_parallel_size: int, dat
         return out
 
     sizes = {"model_parallel_size": size, "data_parallel_size": data_parallel_size}
-    blobs = {**reader.blobs(CLIENT), **reader.blobs(SCHEDULE)}
+    blobs = reader.blobs(CLIENT, SCHEDULE)
     index = {**reader.index, **sizes, "tensors": entries}
     return write_checkpoint(directory, tag_at(reader.path), index, blobs, read)
 
