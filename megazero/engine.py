@@ -195,7 +195,6 @@ class Engine:
         self._micro_steps = 0
         self._since_update = 0  # micro-batches
         self._is_applied = False
-        self._has_gradients = False  # from engine.backward, which scales them; loss.backward() does not
         self.reduction_timers: Timers | None = None
         self._grad_norm = 0.0
         self._is_destroyed = False
@@ -255,12 +254,12 @@ class Engine:
         if scale_wrt_gas:
             loss = loss / self._accumulation_steps
         is_last_micro_batch = self.is_gradient_accumulation_boundary() and self._syncs
-        self._has_gradients = False  # until this succeeds: a failed backward leaves gradients of a part of the model
+        self._optimizer.has_gradients = False  # until this succeeds: a failed one leaves only a part of them
         with self.schedule.backward(is_last_micro_batch):
             (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
         with nullcontext() if self.reduction_timers is None else self.reduction_timers("allreduce"):
             self.schedule.finish_backward()
-        self._has_gradients = True
+        self._optimizer.has_gradients = True
         return loss.detach()
 
     @uncompiled
@@ -296,7 +295,7 @@ class Engine:
         self.channel.compare_first()  # before the first wait for the device, which might never return
         self._replicas.compare()
         self._micro_steps += 1
-        self._since_update, self._has_gradients = 0, False
+        self._since_update = 0
         self._optimizer.finish()
         self._optimizer.refuse_torn()
         for bucket in self.buckets:
@@ -316,7 +315,6 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards the gradients accumulated since the last update; `step` does so by itself. `set_to_none` has no effect."""
-        self._has_gradients = False
         self._optimizer.zero_grad()
 
     def _refuse_destroyed(self, what: str) -> None:
@@ -354,7 +352,7 @@ class Engine:
         for bucket in self.buckets:
             bucket.refuse_if_held("engine.step()")
             bucket.refuse_untaken_gradients()
-        if not self._has_gradients:
+        if not self._optimizer.has_gradients:
             raise EngineStateError(
                 "engine.step() has no gradients to apply: call engine.backward(loss) before every step()."
             )

@@ -87,6 +87,7 @@ class BucketOptimizer(SlicedOptimizer):
         allow_untested: the caller vouches for an optimizer that is not in ELEMENTWISE.
 
     Attributes:
+        has_gradients: there are gradients for an update, of a whole backward by the engine.
         scales_itself: torch's fused kernel scales gradients in the pass that it makes anyway.
 
     Raises:
@@ -108,7 +109,7 @@ class BucketOptimizer(SlicedOptimizer):
         self.loss_scaler = loss_scaler
         self.clip_grad = clip_grad
         self._overlaps_param_gather, self._overlaps_update = zero.overlap_param_gather, zero.overlaps_update
-        self.overflow = False
+        self.overflow = self.has_gradients = False
         self._pending: BackgroundUpdate | None = None
         device = buckets[0].device
         # For the new weights of an update that overlaps a forward.
@@ -191,6 +192,7 @@ class BucketOptimizer(SlicedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated since the last update. `set_to_none` exists for torch's sake and has no effect here."""
+        self.has_gradients = False
         for bucket in self._trained:
             bucket.drop_gradients()
 

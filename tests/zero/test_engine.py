@@ -149,13 +149,14 @@ def test_two_losses_before_a_step_add_up_on_two_ranks():
     run_ranks(2, two_losses_case)
 
 
-def test_zero_grad_forgets_and_a_step_needs_a_backward(one_rank):
+@pytest.mark.parametrize("owner", [lambda engine: engine, lambda engine: engine.optimizer])
+def test_zero_grad_forgets_and_a_step_needs_a_backward(one_rank, owner):
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     engine = make_engine(model)
     before = model.weight.detach().clone()
     engine.backward(engine(torch.full((1, 2), 100.0)).sum())
-    engine.zero_grad(set_to_none=True)
+    owner(engine).zero_grad(set_to_none=True)
     with pytest.raises(RuntimeError, match="call engine.backward"):
         engine.step()
     assert torch.equal(model.weight, before)
