@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from megazero.zero.registry import bucket_of
 
-_external: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
+# Of each module, in the order of registration, which is alike on all ranks.
+_external: WeakKeyDictionary[nn.Module, dict[nn.Parameter, None]] = WeakKeyDictionary()
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -21,9 +23,9 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         RuntimeError: `module` is not a module, or `parameter` is not a parameter.
     """
     _check(module, parameter)
-    known = _external.setdefault(module, [])
-    if not any(p is parameter for p in known):
-        known.append(parameter)
+    known = _external.setdefault(module, {})
+    if parameter not in known:
+        known[parameter] = None
         bucket = bucket_of(parameter)
         if bucket is not None and bucket.schedule is not None:
             bucket.schedule.add_external(module, parameter)
@@ -36,15 +38,14 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
         RuntimeError: the parameter was not registered for the module.
     """
     _check(module, parameter)
-    known = _external.get(module, [])
-    if not any(p is parameter for p in known):
+    if parameter not in external_parameters(module):
         raise RuntimeError("the parameter is not registered as an external parameter of this module.")
-    _external[module] = [p for p in known if p is not parameter]
+    del _external[module][parameter]
 
 
-def external_parameters(module: nn.Module) -> list[nn.Parameter]:
+def external_parameters(module: nn.Module) -> Collection[nn.Parameter]:
     """The parameters that were registered for `module`."""
-    return _external.get(module, [])
+    return _external.get(module, {})
 
 
 def _check(module: object, parameter: object) -> None:

@@ -236,7 +236,7 @@ class Schedule:
         if not self.is_under_way:
             return False
         if (module := self.forwards.innermost) is not None:
-            if not any(parameter is known for known in external_parameters(module)):
+            if parameter not in external_parameters(module):
                 logger.info(
                     "%s reads %s of unit %s, which from now on is whole from there to the end of a step's backward",
                     type(module).__name__,
