@@ -423,9 +423,7 @@ class Engine:
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduces what `no_sync` has accumulated; `backward` and `step` do so by themselves. `bucket_size` has no effect."""
-        if not self.schedule.reductions.is_done:  # else a plan of placement would see a second end of the backward
-            self.schedule.reductions.is_last_micro_batch = True
-            self.schedule.finish_backward()
+        self.schedule.reduce_rest()
 
     # ---- what has been done
 

@@ -197,6 +197,12 @@ class Schedule:
         self._runs.close()
         self._runs = Runs(self.forwards, self.reductions, self._end_unit)
 
+    def reduce_rest(self) -> None:
+        """Before an update: reduces what micro-batches have only accumulated, none of which was known to be the last."""
+        if not self.reductions.is_done:  # else a plan of placement would see a second end of the backward
+            self.reductions.is_last_micro_batch = True
+            self.finish_backward()
+
     # ---- gradients
 
     def _take_gradient(self, bucket: Bucket, segment: Segment) -> None:
