@@ -519,15 +519,18 @@ class Engine:
 
     # ---- full values
 
-    def module_state_dict(self) -> dict[str, Tensor]:
+    def module_state_dict(self, *, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The module's state dictionary with full values on the CPU, whatever is sharded.
 
         Collective at stage 3, and with `delayed_param_update`.
+
+        Args:
+            exclude_frozen_parameters: leave out what is not trained now, such as all but adapters.
         """
         self._refuse_changed_model("module_state_dict()")
         self._meet_to_gather("module_state_dict")
         self._optimizer.finish()
-        return access.state_dict(self.module, self.buckets)
+        return access.state_dict(self.module, self.buckets, exclude_frozen_parameters)
 
     state_dict = module_state_dict  # otherwise the module's own would answer, with placeholders
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import megazero as deepspeed
 from megazero import comm, mpu
@@ -242,6 +243,22 @@ def test_parameters_frozen_or_unfrozen_since_initialize_are_left_out_or_not(one_
     assert set(Reader(tmp_path, "trained").tensors) == {"0.bias", "1.weight"}
     engine.save_checkpoint(str(tmp_path), tag="all")
     assert set(Reader(tmp_path, "all").tensors) == set(engine.module_state_dict())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_state_dictionary_can_leave_frozen_parameters_out_whatever_their_names(one_rank, stage, tmp_path):
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(7, 9)), nn.Linear(9, 3), nn.BatchNorm1d(3, affine=False))
+    model[:1].requires_grad_(False)  # its names are with the wrapper, those of its state dictionary without
+    model[1].bias.requires_grad_(False)
+    engine = make_engine(
+        model=model, zero_optimization={"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    )
+    train(engine, 1)
+    trained = engine.module_state_dict(exclude_frozen_parameters=True)
+    assert list(trained) == ["1.weight", "2.running_mean", "2.running_var", "2.num_batches_tracked"]
+    assert torch.equal(trained["1.weight"], engine.module_state_dict()["1.weight"])
+    assert engine.save_16bit_model(str(tmp_path), exclude_frozen_parameters=True) is True
+    assert list(torch.load(tmp_path / "pytorch_model.bin", weights_only=True)) == list(trained)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -175,16 +175,14 @@ class CheckpointingEngine(Engine):
             except Exception as error:  # no memory: told at the end, as the other ranks go on gathering
                 failures.append(error)
 
-        state = access.state_dict(self.module, self.buckets, kept)
+        state = access.state_dict(self.module, self.buckets, exclude_frozen_parameters, kept)
 
         def write() -> None:
             if failures:
                 raise failures[0]
-            frozen = {name for name, p in named.items() if exclude_frozen_parameters and not p.requires_grad}
-            written = {name: value for name, value in state.items() if name not in frozen}
             os.makedirs(save_dir, exist_ok=True)
             with written_aside(Path(save_dir) / save_filename) as file:
-                torch.save(join_tiles(written, self._training_state.tiles), file)
+                torch.save(join_tiles(state, self._training_state.tiles), file)
 
         self.saver.on_first_rank(write)
         return True

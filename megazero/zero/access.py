@@ -283,13 +283,16 @@ def copied(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def state_dict(module: nn.Module, buckets: list[Bucket], kept: Callable[[Any], Any] = copied) -> dict[str, Any]:
+def state_dict(
+    module: nn.Module, buckets: list[Bucket], exclude_frozen: bool = False, kept: Callable[[Any], Any] = copied
+) -> dict[str, Any]:
     """The module's state dictionary with full parameters and buffers under every name, copies on the CPU. Collective.
 
     What modules' `get_extra_state` returns, or their hooks make, is in it, as in torch. Parameters are gathered one bucket at a
     time.
 
     Args:
+        exclude_frozen: leave out parameters that are not trained now, and do not gather buckets of such alone.
         kept: takes each full value once, in the same order on every rank, and returns what goes into the dictionary for it.
     """
     known = module.state_dict(keep_vars=True)
@@ -299,14 +302,17 @@ def state_dict(module: nn.Module, buckets: list[Bucket], kept: Callable[[Any], A
         if id(value) not in parameters:
             copies[id(value)] = kept(value)
     for bucket in buckets:
+        wanted = [p for p in bucket.parameters.values() if p.requires_grad or not exclude_frozen]
+        if not wanted:
+            continue
         was_gathered = bucket.weights.is_gathered
         bucket.weights.gather()
         bucket.weights.wait_gathered()
-        for parameter in bucket.parameters.values():
+        for parameter in wanted:
             copies[id(parameter)] = kept(parameter)
         if not was_gathered:
             bucket.weights.release()
-    return {name: copies[id(value)] for name, value in known.items()}
+    return {name: copies[id(value)] for name, value in known.items() if id(value) in copies}
 
 
 def load_state_dict(module: nn.Module, buckets: list[Bucket], state: dict[str, Any], strict: bool = True) -> None:
