@@ -67,6 +67,9 @@ class Engine:
         group_of, group_settings: the optimizer's parameter groups, as returned by `weight_decay_groups`. A parameter in no
             group is not trained.
         zero: which states are sharded over the data-parallel group.
+        loss_scaler: scales the loss, as fp16 needs it.
+        clip_grad: the most that the gradients' global norm may be; 0: no clipping.
+        lr_scheduler: makes a schedule from the engine's optimizer, whose `torch_optimizer` is what torch's schedules take.
         dtype: dtype to compute in, if it differs from the parameters' own; master weights keep the parameters' current values.
         zero_units: modules, or classes of modules, each to be gathered and released as a unit, instead of those that
             `find_units` finds.
