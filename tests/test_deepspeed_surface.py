@@ -176,6 +176,14 @@ def test_init_distributed_takes_its_timeout_from_the_argument_or_the_environment
     assert timeout_s() == 150.0
 
 
+def test_nccl_without_a_gpu_is_an_error_that_has_the_call_too(no_world, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        ValueError, match=r"--distributed-backend gloo; or in a call, init_distributed\(\) without a backend"
+    ):
+        deepspeed.init_distributed("nccl")
+
+
 @pytest.mark.parametrize("minutes", ["soon", "1e14"])
 def test_a_timeout_in_the_environment_that_is_no_time_is_one_line(no_world, minutes):
     no_world.setenv("DEEPSPEED_TIMEOUT", minutes)

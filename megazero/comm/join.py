@@ -67,7 +67,8 @@ def init_distributed(
     backend = dist_backend or ("nccl" if has_cuda else "gloo")
     if backend == "nccl" and not has_cuda:
         raise ValueError(
-            "--distributed-backend nccl needs a CUDA device and none is visible here. Use --distributed-backend gloo."
+            "--distributed-backend nccl needs a CUDA device and none is visible here. Use --distributed-backend gloo; or in "
+            "a call, init_distributed() without a backend, which takes the one for this machine."
         )
     if init_method is None:
         if auto_mpi_discovery:
