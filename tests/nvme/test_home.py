@@ -199,16 +199,38 @@ def test_a_vector_that_is_dropped_goes_at_once_and_its_place_when_it_has_been_wr
     assert home.swap.nbytes == size + PAGE
 
 
-def test_parts_of_pages_keep_what_lies_beside_them(tmp_path):
+@pytest.mark.parametrize("start, stop", [(5, NUMEL + 7), (5, 2 * NUMEL), (NUMEL, NUMEL + 7)])
+def test_parts_of_pages_keep_what_lies_beside_them_and_are_there_where_all_of_it_was_read_ahead(tmp_path, start, stop):
     with SwapFile(tmp_path, 0) as swap:
-        home = home_of(swap)
-        vector = home.hold(torch.arange(3.0 * NUMEL))
-        with vector.at_hand(5, NUMEL + 7, reads=False, writes=True) as part:
+        vector, want = home_of(swap).hold(torch.arange(3.0 * NUMEL)), torch.arange(3.0 * NUMEL)
+        vector.prefetch()
+        with vector.at_hand(start, stop, reads=False, writes=True) as part:
             part.fill_(-1)
-        want = torch.arange(3.0 * NUMEL)
-        want[5 : NUMEL + 7] = -1
+        want[start:stop] = -1
         with vector.at_hand() as values:
             assert torch.equal(values, want)
+
+
+def test_who_reads_more_than_was_written_waits_for_the_write(tmp_path):
+    make, made = gated()
+    home = NvmeHome(SwapFile(tmp_path, 0, transport=make), 3 * PAGE, 6)
+    vector = home.hold(torch.zeros(3 * NUMEL))
+    home.flush()
+    made[0].held.add("write")
+    with vector.at_hand(NUMEL, 2 * NUMEL, reads=False, writes=True) as part:
+        part.fill_(1)
+    threading.Timer(0.1, made[0].let_all_go).start()
+    with vector.at_hand() as values:
+        assert values.view(3, NUMEL).sum(1).tolist() == [0, NUMEL, 0]
+
+
+def test_what_is_written_has_left_before_there_is_a_buffer_larger_than_the_others(tmp_path):
+    home, transport, vectors = gated_home(tmp_path)
+    transport.held.add("write")
+    update(vectors[:1])
+    threading.Timer(0.1, transport.let_all_go).start()
+    home.take(2 * PAGE)
+    assert ("write", 0, "ends") in transport.events.list
 
 
 def test_what_is_written_does_not_stay_in_memory(tmp_path):

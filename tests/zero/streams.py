@@ -24,11 +24,11 @@ class SlowStream:
     def __init__(self, name: str, log: list[Entry]) -> None:
         self.name, self.log = name, log
         self._queue: deque[Callable[[], object]] = deque()
-        self._done, self._lock = 0, threading.RLock()
+        self._done, self.lock = 0, threading.RLock()
 
     def start(self, work: Callable[[], object]) -> int:
         """Queues the work; returns its place."""
-        with self._lock:
+        with self.lock:
             self._queue.append(work)
             place = self._done + len(self._queue)
             self.log.append((self.name, "starts", place))
@@ -46,7 +46,7 @@ class SlowStream:
 
     def reach(self, place: int) -> None:
         """Does the work up to a place."""
-        with self._lock:
+        with self.lock:
             while self._done < place:
                 self._queue.popleft()()
                 self._done += 1

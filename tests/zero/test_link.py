@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megazero import comm, mpu
+from megazero.nvme import PAGE, SwapFile
 from megazero.zero.arrival import Arrival
 from megazero.zero.home import MemoryHome
 from megazero.zero.homes import TILE_MULTIPLE
@@ -23,6 +24,7 @@ from megazero.zero.link import (
     Outbox,
     Way,
 )
+from megazero.zero.nvme_home import NvmeHome
 from megazero.zero.residency import GatherLimits
 from tests.ranks import run_ranks
 from tests.zero.models import Wide, compare, make_engine, my_batch, one_step, run, token_batches, train
@@ -267,14 +269,17 @@ def test_no_more_than_so_many_crossings_are_under_way():
     assert done == [0, 1, 2, 3, 4]
 
 
-def test_what_is_held_may_be_written_to_if_a_copy_was_asked_for():
-    home = MemoryHome(CPU, link=Link.over(CPU, (SlowStream("to device", []), SlowStream("to host", []))))
-    values = torch.arange(5.0)
-    vector = home.hold(values, copy=True)
-    values.zero_()
+@pytest.mark.parametrize("kind", [MemoryHome, NvmeHome])
+def test_what_is_held_may_be_written_to_if_a_copy_was_asked_for(tmp_path, kind):
+    to_host, values = SlowStream("to host", []), torch.arange(5.0)
+    link = Link.over(CPU, (SlowStream("to device", []), to_host))
+    home = MemoryHome(CPU, link=link) if kind is MemoryHome else NvmeHome(SwapFile(tmp_path, 0), PAGE, 2, link=link)
+    with to_host.lock:  # no thread sends it yet
+        vector = home.hold(values, copy=True)
+        values.zero_()
     assert not vector.is_here
     with vector.at_hand() as got:
-        assert torch.equal(got, torch.arange(5.0)) and vector.is_here
+        assert torch.equal(got, torch.arange(5.0)) and vector.is_here == (kind is MemoryHome)
 
 
 def test_the_outbox_has_two_buffers_of_what_was_asked_and_waits_before_it_fills_one_again():
