@@ -185,13 +185,14 @@ def test_overlap_events_false_is_one_transfer_at_a_time(tmp_path):
 
 def test_io_errors_say_file_place_length_and_rank(tmp_path):
     make, made = gated()
-    swap = SwapFile(tmp_path, 3, AioConfig(block_size=2 * PAGE), transport=make)
+    swap = SwapFile(tmp_path, 3, AioConfig(block_size=2 * PAGE, queue_depth=1), transport=make)
     region, data = swap.allocate(6 * PAGE), random_pages(6 * PAGE)
     made[0].failing["read", 2 * PAGE] = BROKEN_DRIVE
     for _ in range(2):  # it stays usable
         with pytest.raises(OSError, match=f"rank 3: read of {2 * PAGE} bytes at offset {2 * PAGE}") as caught:
             swap.read(region, data).wait()
         assert caught.value.errno == BROKEN_DRIVE and str(tmp_path) in str(caught.value)
+    assert ("read", 4 * PAGE, "starts") not in made[0].events.list, "requests behind the one that failed are skipped"
     made[0].failing.clear()
     swap.read(region, data).wait()
     swap.close()
@@ -346,7 +347,7 @@ def test_a_full_disk_says_what_was_asked_and_what_is_free(tmp_path, monkeypatch)
         round_trip(swap, PAGE)
 
 
-def test_space_that_is_reserved_is_there_when_the_disk_is_full(tmp_path, monkeypatch):
+def test_space_that_is_reserved_is_there_when_the_disk_is_full(tmp_path, monkeypatch, caplog):
     with SwapFile(tmp_path, 0) as swap:
         swap.allocate(PAGE)
         swap.reserve(3 * PAGE - 1)
@@ -359,6 +360,7 @@ def test_space_that_is_reserved_is_there_when_the_disk_is_full(tmp_path, monkeyp
             with pytest.raises(OSError, match=f"{PAGE} bytes more than the {3 * PAGE} it has"):
                 swap.allocate(PAGE)
         swap.allocate(PAGE)
+    assert not caplog.records, "what is there already is not reserved again, in vain"
 
 
 def test_it_grows_though_its_folder_is_gone(tmp_path):
