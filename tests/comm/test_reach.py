@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megazero import comm
 from megazero.comm import reach
-from tests.ranks import run_ranks
+from tests.ranks import free_port, run_ranks
 
 
 def play_host(host, addresses):
@@ -60,12 +60,6 @@ def join_case(hosts, port, again, ranks_per_host, named, closed=None):
         comm.init_distributed("gloo", **where)  # for the harness
         return str(error), asked
     return None, asked
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 # Addresses of a host by its own name. 203.0.113.9 is one of no host here, as behind a NAT.
