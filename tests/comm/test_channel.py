@@ -167,24 +167,6 @@ def test_reductions_and_gathers_in_flight_in_another_order_on_every_rank(way):
     run_ranks(3, lanes_case, way)
 
 
-def subset_case(way):
-    rank = dist.get_rank()
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    channel = open_channel(way, groups[rank % 2])
-    second = open_channel(way, groups[rank % 2])  # two channels of one group do not mix
-    assert (channel.rank, channel.size) == (rank // 2, 2)
-    x, y = torch.full([2000], 1.0 + rank), torch.full([2000], 10.0 + rank)
-    works = [channel.all_reduce_(x), second.all_reduce_(y)]
-    channel.meet("both")
-    for work in reversed(works):
-        work.wait()
-    assert (x == (4 if rank % 2 == 0 else 6)).all() and (y == (22 if rank % 2 == 0 else 24)).all()
-    third = open_channel(way, groups[rank % 2]) if rank % 2 else None  # the others of the world need not come
-    if third:
-        third.all_gather_(x).wait()
-    channel.close()
-
-
 def inference_case(way):
     """A lane's thread has its own mode; what it keeps from one caller's mode must serve the other's."""
     channel = open_channel(way)
@@ -396,6 +378,24 @@ def test_what_lies_in_host_memory_is_gathered_by_way_of_the_device_over_nccl(mon
     parts = comm.all_gathered(torch.zeros(2, 3), SimpleNamespace(size=lambda: 2))
     assert sent == ["meta"] * 3
     assert [part.tolist() for part in parts] == [[[0.0] * 3] * 2, [[1.0] * 3] * 2]
+
+
+def subset_case(way):
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    channel = open_channel(way, groups[rank % 2])
+    second = open_channel(way, groups[rank % 2])  # two channels of one group do not mix
+    assert (channel.rank, channel.size) == (rank // 2, 2)
+    x, y = torch.full([2000], 1.0 + rank), torch.full([2000], 10.0 + rank)
+    works = [channel.all_reduce_(x), second.all_reduce_(y)]
+    channel.meet("both")
+    for work in reversed(works):
+        work.wait()
+    assert (x == (4 if rank % 2 == 0 else 6)).all() and (y == (22 if rank % 2 == 0 else 24)).all()
+    third = open_channel(way, groups[rank % 2]) if rank % 2 else None  # the others of the world need not come
+    if third:
+        third.all_gather_(x).wait()
+    channel.close()
 
 
 @pytest.mark.parametrize("way", WAYS)

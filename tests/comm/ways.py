@@ -6,10 +6,8 @@ import torch.distributed as dist
 
 from megazero.comm import Channel, channel, point_to_point
 
-WAYS = [
-    "shared memory",
-    "point to point",
-]  # "native" is NCCL's; on gloo it shows that torch's operations are called rightly
+# "native" is NCCL's; on gloo it shows that torch's operations are called rightly.
+WAYS = ["shared memory", "point to point"]
 PIECE_BYTES = 768  # a multiple of 64 for any number of ranks that divides 12
 
 

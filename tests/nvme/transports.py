@@ -44,9 +44,6 @@ class Events:
         with self._changed:
             assert self._changed.wait_for(lambda: event in self.list, TIMEOUT_S), f"{event} is not in {self.list}"
 
-    def index(self, *event):
-        return self.list.index(event)
-
 
 class Gated(FileTransport):
     """Records when requests start and end, by kind and offset; keeps those of `held` kinds until they are let go."""
