@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
 from unittest.mock import Mock
 
 import pytest
@@ -15,42 +15,37 @@ from megazero.utils import safe_get_full_fp32_param
 from megazero.zero.bucket import Bucket
 from megazero.zero.config import ZeroConfig
 from megazero.zero.home import MemoryHome
+from tests.model.plain_gpt2 import decay_groups
 from tests.ranks import run_ranks
 from tests.zero.models import Wide, make_engine, one_step, token_batches
 
 STEPS, WARMUP = 6, 2
 
 
-def decay_groups(parameters: Iterable[torch.Tensor]) -> list[dict]:
-    parameters = list(parameters)
-    decay = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim < 2]
-    return [{"params": decay[0], "weight_decay": 0.1}, {"params": decay[1], "weight_decay": 0.0}]
-
-
 def by_hand(batches: torch.Tensor, dtype: torch.dtype) -> tuple[list[float], dict]:
     """Losses and master weights on one process: gradients of the whole batch; from WARMUP on an update is one step late."""
     torch.manual_seed(0)
     model = Wide()
-    masters = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    masters = copy.deepcopy(model)
     model.to(dtype)
-    adam = torch.optim.AdamW(decay_groups(masters.values()), lr=1e-2, eps=1e-3, fused=True)
+    adam = torch.optim.AdamW(decay_groups(masters, 0.1), lr=1e-2, eps=1e-3, fused=True)
     losses, pending = [], None
 
-    def apply(gradients: dict[str, torch.Tensor]) -> None:
-        for name, master in masters.items():
-            master.grad = gradients[name]
+    def apply(gradients: list[torch.Tensor]) -> None:
+        for master, gradient in zip(masters.parameters(), gradients, strict=True):
+            master.grad = gradient
         adam.step()
-        model.load_state_dict(masters)
+        model.load_state_dict(masters.state_dict())
 
     for index, batch in enumerate(batches):
-        gradients, each = {name: torch.zeros_like(master) for name, master in masters.items()}, []
+        gradients, each = [torch.zeros_like(master) for master in masters.parameters()], []
         for ids in batch[0]:
             model.zero_grad()
             loss = model(ids)
             loss.backward()
             each.append(loss.item())
-            for name, parameter in model.named_parameters():
-                gradients[name] += parameter.grad.float() / len(batch[0])
+            for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+                gradient += parameter.grad.float() / len(batch[0])
         losses.append(sum(each) / len(each))
         if pending is not None:
             apply(pending)
@@ -59,7 +54,7 @@ def by_hand(batches: torch.Tensor, dtype: torch.dtype) -> tuple[list[float], dic
         else:
             pending = gradients
     apply(pending)
-    return losses, masters
+    return losses, masters.state_dict()
 
 
 def delayed_case(path: str, stage: int, home: str, dtype: torch.dtype) -> None:
@@ -79,7 +74,7 @@ def delayed_case(path: str, stage: int, home: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(losses, want_losses, rtol=1e-5, atol=1e-6)
     for name, parameter in engine.module.named_parameters():
         master = safe_get_full_fp32_param(parameter)
-        torch.testing.assert_close(master, want[name].detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(master, want[name], rtol=1e-5, atol=1e-6)
         assert torch.equal(got[name], master.to(dtype)), name
     if dtype is torch.float32:
         weight = engine.module.blocks[0][0].weight
@@ -103,13 +98,12 @@ def initialize_case() -> None:
             "sub_group_size": 4096,
         },
     }
-    engine = megazero.initialize(model=model, model_parameters=decay_groups(model.parameters()), config=config)[0]
+    engine = megazero.initialize(model=model, model_parameters=decay_groups(model, 0.1), config=config)[0]
     batches = token_batches(STEPS, 1, 2)
     for batch in batches:
         one_step(engine, batch[0][torch.distributed.get_rank()])
     assert engine.buckets[0].is_delayed
-    want = {name: master.detach() for name, master in by_hand(batches, torch.float32)[1].items()}
-    torch.testing.assert_close(dict(engine.state_dict()), want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(engine.state_dict(), by_hand(batches, torch.float32)[1], rtol=1e-5, atol=1e-6)
 
 
 def mpu_mean(loss: torch.Tensor) -> float:
