@@ -1151,27 +1151,3 @@ def test_units_can_be_given_and_wrong_ones_are_named(one_rank):
             make_engine(Toy(), 3, zero_units=[nn.Linear, absent])
     with pytest.raises(TypeError, match=r"zero_units is .*Linear.*such as zero_units=\[Block\]"):
         make_engine(Toy(), 3, zero_units=nn.Linear)
-
-
-def test_units_are_found_in_lists_sequentials_and_large_leaves():
-    from megazero.zero.units import find_units
-
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.ModuleList([Block(), Block()])
-            self.middle = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), Toy())
-            self.large = nn.Linear(4096, 1025, bias=False)
-            self.table = nn.Embedding(4096, 1025)
-            self.tied = nn.Linear(4096, 1025, bias=False)
-            self.again = nn.Linear(4096, 1025, bias=False)
-            self.again.weight = self.tied.weight
-
-    with torch.device("meta"):
-        model = Wide()
-    names = {module: name for name, module in model.named_modules()}
-    assert [names[unit] for unit in find_units(model)] == [
-        *("encoder.0", "encoder.1", "middle.0"),
-        *(f"middle.2.blocks.{i}" for i in range(3)),
-        "large",
-    ]

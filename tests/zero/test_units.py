@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations
 from megazero import zero
 from megazero.zero.config import ZeroConfig
 from megazero.zero.units import BucketPlan, find_units, plan_buckets, share_buckets
-from tests.zero.models import make_engine, one_step
+from tests.zero.models import Block, Toy, make_engine, one_step
 
 
 def names_of_units(model: nn.Module) -> list[str]:
@@ -21,6 +21,20 @@ def entries(*items: nn.Module) -> nn.Module:
     model = nn.Module()
     model.layers = nn.ModuleList(items)
     return model
+
+
+def test_units_are_found_in_lists_sequentials_and_large_leaves():
+    model = nn.Module()
+    with torch.device("meta"):
+        model.encoder = nn.ModuleList([Block(), Block()])
+        model.middle = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), Toy())
+        model.large = nn.Linear(4096, 1025, bias=False)
+        model.table = nn.Embedding(4096, 1025)
+        model.tied = nn.Linear(4096, 1025, bias=False)
+        model.again = nn.Linear(4096, 1025, bias=False)
+        model.again.weight = model.tied.weight
+    of_toy = [f"middle.2.blocks.{i}" for i in range(3)]
+    assert names_of_units(model) == ["encoder.0", "encoder.1", "middle.0", *of_toy, "large"]
 
 
 def test_lists_and_dicts_inside_of_a_list_are_looked_into():
