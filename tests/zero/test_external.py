@@ -14,7 +14,7 @@ from megazero import mpu, zero
 from megazero.zero.external import external_parameters
 from megazero.zero.parameter import ReleasedParameter
 from tests.ranks import run_ranks
-from tests.zero.models import Block, Output, Toy, call, make_engine, my_batch, one_step, run, token_batches
+from tests.zero.models import Block, Output, Toy, call, compare, make_engine, my_batch, one_step, run, token_batches
 
 
 class Reader(Block):
@@ -47,10 +47,6 @@ class Reading(nn.Module):
         return x.square().mean()
 
 
-def equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
-    return all(torch.equal(got[key], value) for key, value in want.items())
-
-
 def reading_case(reader: int, owner: int) -> None:
     mpu.initialize_model_parallel(1)
     for way in ("plain", "ours", "reentrant", "non-reentrant"):
@@ -61,8 +57,8 @@ def reading_case(reader: int, owner: int) -> None:
             return models[-1]
 
         want, got, by_hand = run(build, 0), run(build, 3), run(lambda build=build: build(register=True), 3)
-        assert equal(got, want), way
-        assert equal(by_hand, want), way
+        compare(got, want, way, bitwise=True)
+        compare(by_hand, want, f"{way}, by hand", bitwise=True)
         found = {name: external_parameters(module) for name, module in models[1].named_modules()}
         assert [name for name, parameters in found.items() if parameters] == [f"blocks.{reader}"], way
         (weight,) = found[f"blocks.{reader}"]  # its whole unit is gathered, and so the bias is there
@@ -97,7 +93,7 @@ class Container(Toy):
 
 def returned_case() -> None:
     mpu.initialize_model_parallel(1)
-    assert equal(run(Container, 3), run(Container, 0))
+    compare(run(Container, 3), run(Container, 0), "returned", bitwise=True)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -140,7 +136,7 @@ class Penalised(Viewing):
 
 def viewing_case() -> None:
     mpu.initialize_model_parallel(1)
-    assert equal(run(Penalised, 3), run(Penalised, 0))
+    compare(run(Penalised, 3), run(Penalised, 0), "penalised", bitwise=True)
     model = Viewing()
     want = model.blocks[3].up.weight.t().clone()
     with torch.no_grad():
