@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megazero import comm
-from megazero.comm import links, meeting
+from megazero.comm import lane, links, meeting
 from megazero.comm.meeting import Meeting
 from tests.comm.ways import WAYS, open_channel
 from tests.ranks import run_ranks
@@ -418,19 +418,22 @@ def test_ranks_of_several_hosts_go_point_to_point():
     assert run_ranks(4, several_hosts_case) == [("point to point", 32.0)] * 4
 
 
-def noted_case(buffers: list[list[tuple[str, int]]]) -> None:
-    channel = open_channel("native")
-    for name, numel in buffers[channel.rank]:
-        channel.all_gather_(torch.ones(numel), name).wait()
-    channel.compare_first()
-    for name in buffers[1 - channel.rank][:1]:  # from here on nothing is noted
-        channel.all_gather_(torch.ones(12), str(name)).wait()
-    channel.compare_first()
-    channel.close()
+def noted_case() -> None:
+    lane._NOTED = 3
+    for noted in (2, 3):
+        channel = open_channel("native")
+        for numel in range(2, 2 * noted + 2, 2):
+            channel.all_gather_(torch.ones(numel), "block").wait()
+        if noted < lane._NOTED:
+            channel.compare_first()
+        # After the comparison, or beyond the most that is noted.
+        channel.all_gather_(torch.ones(12), f"on rank {channel.rank}").wait()
+        channel.compare_first()
+        channel.close()
 
 
-def test_ranks_that_issue_the_same_collectives_over_nccls_lane_are_compared_once():
-    run_ranks(2, noted_case, [[("embedding", 4), ("block", 6)]] * 2)
+def test_the_first_collectives_over_nccls_lane_are_compared_and_once():
+    run_ranks(2, noted_case)
 
 
 def other_noted_case(way: str, buffers: list[list[str]]) -> str:
