@@ -124,9 +124,9 @@ def test_who_goes_on_after_a_failed_write_is_stopped_at_every_later_use(tmp_path
         update(vectors[:4])
         home.flush()
     transport.failing.clear()
-    uses = [lambda vector=vector: update([vector]) for vector in vectors]  # with what was not touched, or read before
+    uses = [(lambda vector=vector, use=use: use([vector])) for use in (values_of, update) for vector in vectors]
     for use in (
-        *uses,
+        *uses,  # with what was not touched, or read before
         vectors[0].prefetch if pipelined else home.flush,
         home.flush,
         lambda: home.hold(torch.ones(NUMEL)),
@@ -222,6 +222,27 @@ def test_who_reads_more_than_was_written_waits_for_the_write(tmp_path):
     threading.Timer(0.1, made[0].let_all_go).start()
     with vector.at_hand() as values:
         assert values.view(3, NUMEL).sum(1).tolist() == [0, NUMEL, 0]
+
+
+def test_a_vector_is_here_when_all_of_it_has_been_read(tmp_path):
+    home, transport, vectors = gated_home(tmp_path)
+    transport.held.add("read")
+    vectors[0].prefetch()
+    assert not vectors[0].is_here
+    transport.let_all_go()
+    home.swap.close()  # waits for it
+    assert vectors[0].is_here and not vectors[1].is_here
+
+
+def test_the_buffer_of_what_was_read_ahead_comes_back_with_a_vector_that_is_freed(tmp_path):
+    home, transport, others = gated_home(tmp_path)
+    for _ in range(10):
+        transport.events.list.clear()
+        vector = home.hold(torch.ones(NUMEL))
+        vector.prefetch()
+        transport.events.wait("read", len(others) * PAGE, "ends")
+        vector.free()
+    assert home.nbytes <= 6 * PAGE
 
 
 def test_what_is_written_has_left_before_there_is_a_buffer_larger_than_the_others(tmp_path):
