@@ -102,9 +102,8 @@ def test_table_1_of_the_zero_paper(numel):
     for ranks, printed in TABLE_1[numel].items():
         for stage, want in zip((1, 2, 3), printed, strict=True):
             plan = plan_job(setup(model, stage, ranks, grad_dtype="compute"))
-            twice = (
-                2 * numel / ranks / GB if stage == 3 else 0
-            )  # the paper has shards in 16 bits beside their master weights
+            # The paper has shards in 16 bits beside their master weights.
+            twice = 2 * numel / ranks / GB if stage == 3 else 0
             found = plan.states.resident / GB * numel / plan.states.numel + twice
             assert found == pytest.approx(want, rel=0.005, abs=0.01), f"{numel:g} on {ranks} ranks, stage {stage}"
 
@@ -401,8 +400,15 @@ def test_activations_shrink_with_accumulated_micro_batches_gradients_do_not():
 
 # ---- the command line
 
-FLAGS = """--num-layers 48 --hidden-size 1600 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024
-    --vocab-size 50257 --batch-size 4 --fp16 --gpus 8""".split()
+JOB = """--num-layers 48 --hidden-size 1600 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024
+    --vocab-size 50257 --batch-size 4 --fp16""".split()
+FLAGS = [*JOB, "--gpus", "8"]
+
+
+def printed(capsys: pytest.CaptureFixture, *flags: str) -> list[str]:
+    """The lines that the command prints of this job, without their padding."""
+    main([*FLAGS, *flags])
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_a_reader_that_goes_away_is_no_error():
@@ -420,9 +426,7 @@ def test_the_status_is_right_where_nobody_reads_what_is_said():
 
 
 def test_the_command_prints_tables(capsys):
-    main([*FLAGS, "--zero-stage", "1", "--gpu-memory", "32GB", "--host-memory", "256GiB"])
-    text = capsys.readouterr().out
-    lines = [" ".join(line.split()) for line in text.splitlines()]
+    lines = printed(capsys, "--zero-stage", "1", "--gpu-memory", "32GB", "--host-memory", "256GiB")
     for line in (
         "ranks 8 = 1 tensor-parallel x 8 data-parallel, 8 on a node",
         "parameters (P) 3.12 GB device",
@@ -430,7 +434,7 @@ def test_the_command_prints_tables(capsys):
         "device memory 32.00 GB",
         "fits yes",
     ):
-        assert line in lines, text
+        assert line in lines, lines
 
 
 def test_the_script_of_the_tutorials_10_billion_fits_32_gb(capsys):
@@ -454,16 +458,14 @@ def test_a_verdict_says_what_it_is_not_about(capsys):
         ([], "not checked host memory per node, of which the job needs 25.25 GB: give --host-memory"),
         (["--host-memory", "64GB"], None),
     ):
-        main([*FLAGS, *flags, *given])
-        lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        lines = printed(capsys, *flags, *given)
         assert "fits yes" in lines
         assert [line for line in lines if line.startswith("not checked")] == ([said] if said else []), lines
 
 
 def test_offloaded_states_show_where_they_rest(capsys):
     flags = "--zero-stage 3 --offload-optimizer nvme --offload-param cpu --nvme-path /local --nvme 4TB".split()
-    main([*FLAGS, *flags])
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    lines = printed(capsys, *flags)
     assert "parameters (P) 389.4 MB host" in lines and "moments (O) 1.56 GB nvme" in lines
 
 
@@ -561,7 +563,7 @@ def test_sizes(text, nbytes):
 
 
 def test_the_job_refuses_states_that_cannot_fit_and_warns_of_activations(caplog):
-    argv = [*(f for f in FLAGS if f not in ("--gpus", "8")), "--zero-stage", "1"]
+    argv = [*JOB, "--zero-stage", "1"]
     config, cuda = load_config(argv, world_size=8), torch.device("cuda")
     plan = plan_job(Setup.of(config, 8, 8, "cuda"))
     refuse_what_cannot_fit(config, 8, cuda, Limits(device=plan.device))
@@ -573,7 +575,7 @@ def test_the_job_refuses_states_that_cannot_fit_and_warns_of_activations(caplog)
 
 
 def test_the_job_refuses_activations_that_are_far_too_large():
-    argv = [*(f for f in FLAGS if f not in ("--gpus", "8")), "--zero-stage", "1", "--batch-size", "1000000000"]
+    argv = [*JOB, "--zero-stage", "1", "--batch-size", "1000000000"]
     config, cuda = load_config(argv, world_size=8), torch.device("cuda")
     enough = plan_job(Setup.of(config, 8, 8, "cuda")).device_states
     with pytest.raises(
@@ -583,7 +585,7 @@ def test_the_job_refuses_activations_that_are_far_too_large():
 
 
 def test_the_disk_that_is_measured_is_the_one_that_the_job_swaps_to(monkeypatch):
-    argv = [*(f for f in FLAGS if f not in ("--gpus", "8")), "--checkpoint-activations"]
+    argv = [*JOB, "--checkpoint-activations"]
     argv += ["--nvme-path", "/idle", "--checkpoint-nvme-path", "/used"]  # no state rests on nvme
     measured = []
     monkeypatch.setattr(refuse, "measure_limits", lambda _, path: measured.append(path) or Limits())
@@ -592,17 +594,8 @@ def test_the_disk_that_is_measured_is_the_one_that_the_job_swaps_to(monkeypatch)
 
 
 def test_two_disks_are_each_asked_for_what_goes_there():
-    config = load_config(
-        [
-            *(f for f in FLAGS if f not in ("--gpus", "8")),
-            *OFFLOADED,
-            "--recompute",
-            "full",
-            "--checkpoint-nvme-path",
-            "/b",
-        ],
-        world_size=8,
-    )
+    flags = [*JOB, *OFFLOADED, "--recompute", "full", "--checkpoint-nvme-path", "/b"]
+    config = load_config(flags, world_size=8)
     plan = plan_job(Setup.of(config, 8, 8, "cuda"))
     states, activations = plan.per_node(plan.states.disk), plan.per_node(plan.activations.kept_on_disk)
     assert states and activations
@@ -636,7 +629,7 @@ OFFLOADED = ["--zero-stage", "3", "--offload-optimizer", "cpu", "--offload-param
 )
 def test_the_job_refuses_whatever_is_too_small_and_says_what_to_change(limits, message):
     flags = OFFLOADED if limits.device is None else ["--zero-stage", "1"]
-    config = load_config([*(f for f in FLAGS if f not in ("--gpus", "8")), *flags], world_size=8)
+    config = load_config([*JOB, *flags], world_size=8)
     with pytest.raises(ValueError, match=message):
         refuse_what_cannot_fit(config, 8, torch.device("cuda"), limits)
 
