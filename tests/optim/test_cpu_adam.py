@@ -77,10 +77,8 @@ def wanted(given, settings, step, scale):
     )
     moments = {"exp_avg": given.exp_avg.clone(), "exp_avg_sq": given.exp_avg_sq.clone()}
     optimizer.state[weights] = {"step": torch.tensor(float(step - 1)), **moments}
-    optimizer.grad_scale = (
-        None if scale == 1.0 else torch.tensor(1.0 / scale)
-    )  # what GradScaler gives the fused kernels
-    optimizer.found_inf = None if scale == 1.0 else torch.tensor(0.0)
+    if scale != 1.0:  # what GradScaler gives the fused kernels
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0 / scale), torch.tensor(0.0)
     optimizer.step()
     out = [] if given.out is None else [weights.detach().to(given.out.dtype)]
     return [weights.detach(), moments["exp_avg"], moments["exp_avg_sq"], *out]
@@ -146,9 +144,8 @@ def test_weights_are_rounded_to_nearest_even_and_inf_and_nan_stay(kernel, dtype)
     numbers = numbers[numbers.isfinite()].float().sort().values
     ties = (numbers[1:].double() + numbers[:-1].double()) / 2  # exact in fp32, which has twice as many digits
     ends = torch.tensor([math.inf, -math.inf, math.nan, 3e38, -3e38, 65519.0, 65520.0, 3.389e38, 3.4e38, 1e-40, -1e-45])
-    nans = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(
-        torch.float32
-    )  # whose bits overflow when rounded
+    # Their bits overflow when rounded.
+    nans = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
     above = torch.nextafter(ties.float(), torch.tensor(math.inf))
     weights = torch.cat([ends, nans, ties.float(), above])  # the last few take another way
     zeros, numel = torch.zeros_like(weights), len(weights)

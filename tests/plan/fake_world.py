@@ -95,9 +95,7 @@ class Held(LiveBytes):
         if func is aten.equal.default:
             return True
         if func is aten.add.Tensor and not torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
-            func = (
-                aten.add_.Tensor
-            )  # autograd adds gradients of one tensor up in place, but not those of a subclass of Tensor
+            func = aten.add_.Tensor  # autograd adds gradients up in place, but not those of a subclass of Tensor
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

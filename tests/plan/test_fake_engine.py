@@ -206,9 +206,8 @@ def test_every_stage_on_every_number_of_ranks(ranks, tensor_parallel, stage):
         pytest.skip("not so many ranks")
     for batch, mode in ((1, ""), (2, "--checkpoint-activations")):
         flags = f"--zero-stage {stage} --model-parallel-size {tensor_parallel} --batch-size {batch} {mode}"
-        check(
-            1.5, ranks, flags, layers=4, rank=ranks - tensor_parallel
-        )  # the last one has a part of the vocabulary less
+        # The last one has a part of the vocabulary less.
+        check(1.5, ranks, flags, layers=4, rank=ranks - tensor_parallel)
 
 
 @pytest.mark.slow

@@ -44,9 +44,7 @@ def reference(world_size: int, optimizer: str, model: nn.Module):
             (sum(per_rank) / world_size / MICRO).backward()
         grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
         for name, p in model.named_parameters():
-            p.grad = grads[
-                name
-            ].clone()  # the engine's unused parameters have zero gradients, so they decay like the others
+            p.grad = grads[name].clone()  # of unused ones too: the engine's are zero, so they decay like the others
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         opt.step()
     return losses, norms, grads, {n: p.detach() for n, p in model.named_parameters()}

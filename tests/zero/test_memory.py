@@ -162,9 +162,8 @@ def resting_case() -> None:
             assert held == (plan.parameters, plan.gradients, plan.optimizer) and memory["buffers"] == 0, what
             if dtype == "bf16" and grad_dtype == "compute":
                 paper = (16 * psi, 4 * psi + 12 * psi // n, 2 * psi + 14 * psi // n, 16 * psi // n)
-                twice = (
-                    2 * psi // n if stage == 3 else 0
-                )  # the paper keeps shards in 16 bits beside their master weights
+                # The paper keeps shards in 16 bits beside their master weights.
+                twice = 2 * psi // n if stage == 3 else 0
                 assert sum(held) == plan.resident == paper[stage] - twice, what
             assert all(bucket.weights.is_gathered == (stage < 3) for bucket in engine.buckets), what
             assert held_now(engine) == sum(memory.values()), what

@@ -357,11 +357,8 @@ def test_homes_that_make_no_sense_are_refused(options, message):
 
 
 def test_a_model_whose_states_a_disk_held_in_part_keeps_its_weights_for_another_engine(one_rank, tmp_path, monkeypatch):
-    model, allocate, left = (
-        Wide(),
-        SwapFile.allocate,
-        iter(range(7)),
-    )  # places: of three units, and a part of the fourth
+    # Places: of three units, and a part of the fourth.
+    model, allocate, left = Wide(), SwapFile.allocate, iter(range(7))
     want = {name: value.clone() for name, value in model.state_dict().items()}
 
     def allocate_while_there_is_room(swap, nbytes):

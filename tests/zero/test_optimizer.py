@@ -381,10 +381,8 @@ def not_finite_case() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     engine = make_engine(model, 2)
     engine.backward(engine(torch.ones(2, 8)).sum())
-    for parameter in (
-        model[1].bias,
-        model[0].weight,
-    ):  # in the second rank's shard of the first bucket, the first's of the last
+    # In the second rank's shard of the first bucket, and in the first's of the last.
+    for parameter in (model[1].bias, model[0].weight):
         utils.safe_set_full_grad(parameter, torch.full_like(parameter, float("inf")))
     assert engine.optimizer._first_not_finite() == "1.bias (rank 1's part)"
 

@@ -83,9 +83,8 @@ def test_every_limit_changes_what_a_step_gathers_and_none_its_numbers(model):
         return run_ranks(2, gathers_case, options, model)[0]
 
     default = gathers()
-    assert (
-        default[0] == 7 + 1 + 5
-    )  # 4 blocks forward and backward, the last one once; the root; and all for the state dictionary
+    # 4 blocks forward and backward, the last one once; the root; and all for the state dictionary.
+    assert default[0] == 7 + 1 + 5
     nothing_ahead = gathers(gather_limits=GatherLimits(prefetch=0))
     assert nothing_ahead[0] == default[0] and nothing_ahead[2] < default[2]
     further = gathers(gather_limits=GatherLimits(prefetch=60_000))

@@ -19,9 +19,8 @@ def stages_case(names: list[str], options: dict, bitwise: bool) -> None:
             compare(run(MODELS[name], stage, steps=STEPS, **options), want, f"{name}, stage {stage}", bitwise)
 
 
-TWICE = [
-    name for name in MODELS if "twice" in name
-]  # their gradients may be reduced in two parts, which add up in another order
+# Their gradients may be reduced in two parts, which add up in another order.
+TWICE = [name for name in MODELS if "twice" in name]
 ONCE = [name for name in MODELS if name not in TWICE]
 
 
