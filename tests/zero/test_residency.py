@@ -41,7 +41,8 @@ def test_nothing_is_gathered_ahead_beyond_the_live_limit():
 def test_a_unit_stays_if_little_runs_until_its_backward():
     residency = Residency([10, 10, 20], GatherLimits(reuse=40))
     assert [residency.stays(unit, live=0) for unit in range(3)] == [False, True, True]
-    assert not Residency([10, 10, 20], GatherLimits(reuse=40, live=5)).stays(1, live=10)
+    limited = Residency([10, 10, 20], GatherLimits(reuse=40, live=10))
+    assert limited.stays(1, live=10) and not limited.stays(1, live=11)
 
 
 class Recomputed(Wide):
