@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megazero import comm
-from megazero.comm import lane, links, meeting
+from megazero.comm import lane, links, meeting, shared_memory
 from megazero.comm.meeting import Meeting
 from tests.comm.ways import WAYS, open_channel
 from tests.ranks import run_ranks
@@ -305,6 +305,19 @@ def test_a_rank_that_dies_ends_the_wait_of_the_others_at_once(way, tmp_path):
         process.kill()
         process.join()
     assert list(tmp_path.iterdir()) == [tmp_path / "store"]
+
+
+def broken_case():
+    channel = open_channel("shared memory")
+    if channel.rank == 1:
+        shared_memory.sum_ = Mock(side_effect=MemoryError("no memory"))
+    return failure_of(channel.all_reduce_(torch.ones(2)))
+
+
+def test_a_rank_whose_collective_fails_ends_the_wait_of_the_others_at_once():
+    (other, seconds), (own, _) = run_ranks(2, broken_case)
+    assert own.endswith(": no memory") and seconds < 5
+    assert "rank 1 has ended, or closed its channel" in other
 
 
 def parent(rank, size, store, end, pipe):
