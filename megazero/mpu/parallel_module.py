@@ -43,7 +43,8 @@ class ParallelModule(nn.Module):
 
     def _mark_partitions(self) -> None:
         for name, cut in self.partitions.items():
-            mark(getattr(self, name), cut)
+            if (parameter := getattr(self, name)) is not None:  # a script may have taken a bias away
+                mark(parameter, cut)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A copy that shares the process group, which cannot be copied; torch drops a copied parameter's attributes."""

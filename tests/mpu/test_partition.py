@@ -109,6 +109,13 @@ def test_partitions_lists_sharded_parameters_by_full_name_and_survives_deepcopy(
     assert torch.equal(clone[1](x), column(x))
 
 
+def test_a_layer_whose_bias_was_taken_away_is_copied(one_rank):
+    column = mpu.ColumnParallelLinear(2, 6)
+    column.bias = None
+    clone = copy.deepcopy(column)
+    assert clone.bias is None and list(partitions(clone)) == ["weight"]
+
+
 def test_a_split_layer_is_not_pickled_and_says_what_to_do_instead(one_rank, tmp_path):
     model = nn.Sequential(mpu.RowParallelLinear(6, 2))
     with pytest.raises(TypeError, match=r"RowParallelLinear cannot be pickled: .* Save state_dict\(\)"):
