@@ -25,8 +25,7 @@ from torch import Tensor
 from megazero.comm import ProcessGroup
 from megazero.mpu.cross_entropy import max_and_sum, over_ranks, own_columns, write_gradient
 from megazero.mpu.groups import group_or_default
-from megazero.mpu.mappings import copy_to_model_parallel_region
-from megazero.mpu.sequence_mappings import gather_from_sequence_parallel_region
+from megazero.mpu.sequence_mappings import enter_parallel_region
 from megazero.mpu.utils import as_autocast, once_differentiable
 
 
@@ -73,17 +72,13 @@ def chunked_vocab_parallel_loss(
             raise ValueError(
                 f"chunked_vocab_parallel_loss: {name}={size} must be at least 1; leave it out for all at once."
             )
-    x, weight = as_autocast(x), as_autocast(weight)
-    if sequence_parallel:
-        x = gather_from_sequence_parallel_region(x, group=group)
+    x, weight = enter_parallel_region(x, group, sequence_parallel), as_autocast(weight)
     if x.shape[:-1] != targets.shape or weight.dim() != 2 or x.size(-1) != weight.size(1):
         raise ValueError(
             f"chunked_vocab_parallel_loss: x {list(x.shape)}, weight {list(weight.shape)} and targets {list(targets.shape)} do "
             "not fit. They are [..., h], [vocabulary rows of this rank, h] and [...]."
         )
     columns = own_columns("chunked_vocab_parallel_loss", targets, vocab_size, weight.size(0), "rows", group)
-    if not sequence_parallel:
-        x = copy_to_model_parallel_region(x, group)
     count, positions = targets.numel(), targets.size(0) if targets.dim() else 1
     token_chunk = count if sequence_chunk_size is None else sequence_chunk_size * (count // max(positions, 1))
     return _ChunkedLoss.apply(x, weight, targets, group, columns, chunk_size or weight.size(0), max(token_chunk, 1))

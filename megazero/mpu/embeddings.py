@@ -15,10 +15,10 @@ from torch.nn.init import xavier_normal_
 
 from megazero.comm import ProcessGroup
 from megazero.mpu.init import InitMethod
-from megazero.mpu.mappings import gather_from_model_parallel_region, reduce_from_model_parallel_region
+from megazero.mpu.mappings import gather_from_model_parallel_region
 from megazero.mpu.parallel_module import ParallelModule, shard_size
 from megazero.mpu.partition import Partition
-from megazero.mpu.sequence_mappings import reduce_scatter_to_sequence_parallel_region
+from megazero.mpu.sequence_mappings import leave_parallel_region
 from megazero.mpu.utils import VocabUtility, check_token_ids
 
 
@@ -107,9 +107,7 @@ class VocabParallelEmbedding(ParallelModule):
         foreign = (ids < self.first_id) | (ids >= self.last_id)
         local = (ids - self.first_id).masked_fill(foreign, 0)
         own = self._look_up(local).masked_fill(foreign.unsqueeze(-1), 0.0)
-        if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(own, self.group, in_place=True)
-        return reduce_from_model_parallel_region(own, self.group, in_place=True)
+        return leave_parallel_region(own, self.group, self.sequence_parallel)
 
     def _look_up(self, ids: Tensor) -> Tensor:
         if self.sparse_grad and ids.device.type == "cpu":  # on CUDA filling and adding cost next to nothing

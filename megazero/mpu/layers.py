@@ -20,20 +20,14 @@ from torch.nn.init import xavier_normal_
 from megazero.comm import ProcessGroup
 from megazero.mpu.init import InitMethod
 from megazero.mpu.linear_overlap import column_linear
-from megazero.mpu.mappings import (
-    copy_to_model_parallel_region,
-    gather_from_model_parallel_region,
-    reduce_from_model_parallel_region,
-    scatter_to_model_parallel_region,
-)
+from megazero.mpu.mappings import gather_from_model_parallel_region, scatter_to_model_parallel_region
 from megazero.mpu.parallel_module import ParallelModule, shard_size
 from megazero.mpu.partition import Partition
 from megazero.mpu.sequence_mappings import (
     copy_parameters_to_sequence_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
+    enter_parallel_region,
+    leave_parallel_region,
 )
-from megazero.mpu.utils import as_autocast
 
 
 class ColumnParallelLinear(ParallelModule):
@@ -110,14 +104,8 @@ class ColumnParallelLinear(ParallelModule):
         return (y, self.bias) if self.skip_bias_add else y
 
     def enter(self, x: Tensor) -> Tensor:
-        """x as the product takes it, [..., i] of the whole sequence; its gradients are summed over the ranks.
-
-        Under autocast it is cast first, so that it and its gradient travel in the lower precision.
-        """
-        x = as_autocast(x)
-        if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(x, group=self.group)
-        return copy_to_model_parallel_region(x, self.group)
+        """x as the product takes it, [..., i] of the whole sequence; its gradients are summed over the ranks."""
+        return enter_parallel_region(x, self.group, self.sequence_parallel)
 
     def leave(self, y: Tensor, bias: Tensor | None = None) -> Tensor:
         """The layer's y of its product [..., o/t], with `bias` [o/t] added."""
@@ -222,14 +210,13 @@ class RowParallelLinear(ParallelModule):
 
         The product is given up.
         """
+        y = leave_parallel_region(y, self.group, self.sequence_parallel)
+        if bias is None:
+            return y
         if self.sequence_parallel:
-            y = reduce_scatter_to_sequence_parallel_region(y, self.group, in_place=True)
-            if bias is not None:
-                (bias,) = copy_parameters_to_sequence_parallel_region([bias], self.group)
-        else:
-            y = reduce_from_model_parallel_region(y, self.group, in_place=True)
+            (bias,) = copy_parameters_to_sequence_parallel_region([bias], self.group)
         # Under autocast y has the lower precision, as F.linear's own y with bias.
-        return y if bias is None else y + bias.to(y.dtype)
+        return y + bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         """The full sizes and the number of ranks."""

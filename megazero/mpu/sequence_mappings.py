@@ -5,7 +5,8 @@
     reduce-scatter  reduce-scatter   / all-gather         every rank has a partial sum, as for reduce of `mappings`
     copy            identity         / all-reduce         of parameters that each rank uses on its slice, in one message
 
-Forward / backward (Korthikanti et al., arXiv:2205.05198, sec. 4.2.2), with the rules of `mappings`.
+Forward / backward (Korthikanti et al., arXiv:2205.05198, sec. 4.2.2), with the rules of `mappings`. A layer that is used with
+and without sequence parallelism begins with `enter_parallel_region` and ends with `leave_parallel_region`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from megazero.comm import Channel, ProcessGroup, Work
 from megazero.mpu.groups import group_or_default
-from megazero.mpu.mappings import reduce_from_model_parallel_region
-from megazero.mpu.utils import outside_graphs
+from megazero.mpu.mappings import copy_to_model_parallel_region, reduce_from_model_parallel_region
+from megazero.mpu.utils import as_autocast, outside_graphs
 
 
 @functools.lru_cache(maxsize=4)  # more than are in use: those of groups that are gone end
@@ -91,9 +92,7 @@ class _GatherSequence(torch.autograd.Function):
 
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: ProcessGroup, in_place: bool
-    ) -> Tensor:  # x [s, ...], this rank's partial sum
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, in_place: bool) -> Tensor:  # x [s, ...], a partial sum
         ctx.group = group
         sequence_slice_length(x.size(0), group.size())
         if not in_place:
@@ -173,3 +172,21 @@ def copy_parameters_to_sequence_parallel_region(
     """
     group = group_or_default(group)
     return tuple(parameters) if group.size() == 1 else outside_graphs(_CopyParameters.apply, group, *parameters)
+
+
+def enter_parallel_region(x: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """All of `x`, of which each rank of `group` has a slice if `sequence_parallel`; its gradients are summed over the ranks.
+
+    Under autocast it is cast first, so that it and its gradient travel in the lower precision.
+    """
+    x = as_autocast(x)
+    if sequence_parallel:
+        return gather_from_sequence_parallel_region(x, group=group)
+    return copy_to_model_parallel_region(x, group)
+
+
+def leave_parallel_region(partial: Tensor, group: ProcessGroup, sequence_parallel: bool) -> Tensor:
+    """The sum over `group` of `partial`, contiguous, which is given up: this rank's slice of it if `sequence_parallel`."""
+    if sequence_parallel:
+        return reduce_scatter_to_sequence_parallel_region(partial, group, in_place=True)
+    return reduce_from_model_parallel_region(partial, group, in_place=True)
