@@ -16,7 +16,7 @@ from torch.nn.init import xavier_normal_
 from megazero.comm import ProcessGroup
 from megazero.mpu.init import InitMethod
 from megazero.mpu.mappings import gather_from_model_parallel_region
-from megazero.mpu.parallel_module import ParallelModule, shard_size
+from megazero.mpu.parallel_module import ParallelModule
 from megazero.mpu.partition import Partition
 from megazero.mpu.sequence_mappings import leave_parallel_region
 from megazero.mpu.utils import VocabUtility, check_token_ids
@@ -87,9 +87,10 @@ class VocabParallelEmbedding(ParallelModule):
                 f"VocabParallelEmbedding: padded_num_embeddings={rows} is less than num_embeddings={num_embeddings}. "
                 "Leave it out, or pad upwards to a multiple of --model-parallel-size."
             )
-        size, rank = self.group.size(), self.group.rank()
-        own = shard_size("VocabParallelEmbedding", "rows of the table (padded vocabulary)", rows, size)
-        self.first_id, self.last_id = VocabUtility.vocab_range_from_per_partition_vocab_size(own, rank, size)
+        own = self._shard_size("rows of the table (padded vocabulary)", rows)
+        self.first_id, self.last_id = VocabUtility.vocab_range_from_per_partition_vocab_size(
+            own, self.group.rank(), self.group.size()
+        )
         self.weight = nn.Parameter(torch.empty(own, embedding_dim, device=device, dtype=dtype))
         self.partitions["weight"] = Partition(dim=0, full_size=num_embeddings)
         self._init_weight(init_method)
@@ -147,7 +148,7 @@ class ParallelEmbedding(ParallelModule):
         super().__init__(group)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        columns = shard_size("ParallelEmbedding", "embedding_dim", embedding_dim, self.group.size())
+        columns = self._shard_size("embedding_dim", embedding_dim)
         self.weight = nn.Parameter(torch.empty(num_embeddings, columns, device=device, dtype=dtype))
         self.partitions["weight"] = Partition(dim=1, full_size=embedding_dim)
         self._init_weight(init_method, keep_master_weight_for_test)

@@ -21,7 +21,7 @@ from megazero.comm import ProcessGroup
 from megazero.mpu.init import InitMethod
 from megazero.mpu.linear_overlap import column_linear
 from megazero.mpu.mappings import gather_from_model_parallel_region, scatter_to_model_parallel_region
-from megazero.mpu.parallel_module import ParallelModule, shard_size
+from megazero.mpu.parallel_module import ParallelModule
 from megazero.mpu.partition import Partition
 from megazero.mpu.sequence_mappings import (
     copy_parameters_to_sequence_parallel_region,
@@ -81,7 +81,7 @@ class ColumnParallelLinear(ParallelModule):
         self.skip_bias_add = skip_bias_add
         self.overlap_backward = overlap_backward
         cut = Partition(dim=0, stride=stride, full_size=output_size)
-        rows = shard_size("ColumnParallelLinear", "output_size", output_size, self.group.size(), stride)
+        rows = self._shard_size("output_size", output_size, stride)
         self.weight = nn.Parameter(torch.empty(rows, input_size, device=device, dtype=dtype))
         self.partitions["weight"] = cut
         if bias:
@@ -169,7 +169,7 @@ class RowParallelLinear(ParallelModule):
         self.input_is_parallel = input_is_parallel
         self.stride = stride
         self.skip_bias_add = skip_bias_add
-        columns = shard_size("RowParallelLinear", "input_size", input_size, self.group.size(), stride)
+        columns = self._shard_size("input_size", input_size, stride)
         self.weight = nn.Parameter(torch.empty(output_size, columns, device=device, dtype=dtype))
         self.partitions["weight"] = Partition(dim=1, stride=stride, full_size=input_size)
         if bias:

@@ -35,6 +35,22 @@ class ParallelModule(nn.Module):
         self.master_weight: Tensor | None = None
         self.is_tile = False
 
+    def _shard_size(self, argument: str, full: int, stride: int = 1) -> int:
+        """What one rank holds of `full`, which is `stride` equal matrices cut one by one.
+
+        Raises:
+            ValueError: it does not come out even; the message names the layer and `argument`.
+        """
+        ranks = self.group.size()
+        if full % (ranks * stride):
+            each = f" in {stride} stacked matrices" if stride > 1 else ""
+            raise ValueError(
+                f"{type(self).__name__}: {argument}={full}{each} cannot be cut evenly over "
+                f"{counted(ranks, 'model-parallel rank')}. Make it a multiple of {ranks * stride}, or choose another "
+                "--model-parallel-size."
+            )
+        return full // ranks
+
     def _init_weight(self, init_method: InitMethod, keep_master_weight: bool = False) -> None:
         """Draws `weight`. Called last in a constructor, when parameters and partitions are in place."""
         self._mark_partitions()
@@ -72,18 +88,3 @@ class ParallelModule(nn.Module):
             "Save state_dict() on every rank, or engine.save_checkpoint(directory), which any number of ranks loads. "
             "copy.deepcopy() makes a copy."
         )
-
-
-def shard_size(layer: str, argument: str, full: int, ranks: int, stride: int = 1) -> int:
-    """What one of `ranks` ranks holds of `full`, which is `stride` equal matrices cut one by one.
-
-    Raises:
-        ValueError: it does not come out even; the message names `layer` and `argument`.
-    """
-    if full % (ranks * stride):
-        each = f" in {stride} stacked matrices" if stride > 1 else ""
-        raise ValueError(
-            f"{layer}: {argument}={full}{each} cannot be cut evenly over {counted(ranks, 'model-parallel rank')}. "
-            f"Make it a multiple of {ranks * stride}, or choose another --model-parallel-size."
-        )
-    return full // ranks
