@@ -350,6 +350,10 @@ def test_auto_is_what_the_caller_says():
         ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, None),
         ({"gradient_clipping": "auto"}, None),
         ({"optimizer": {"type": "Adam", "params": {"lr": "auto", "eps": 1e-8}}}, "optimizer.params.lr"),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+            "scheduler.params.total_num_steps",
+        ),
         ({"fp16": "auto"}, None),
         (
             {

@@ -31,8 +31,8 @@ class Reader:
         self.undecided: list[str] = []
         self._paths: list[str] = []  # of all keys of the document
 
-    def section(self, section: type[Section], given: Any, path: str) -> Section:
-        """The section at `path`, checked.
+    def section(self, section: type[Section], given: Any, path: str) -> Section | None:
+        """The section at `path`, checked; None if it lacks values whose "auto" nothing decides: `refuse_undecided` will say so.
 
         Raises:
             DeepSpeedConfigError: a key is unknown, missing, given under two names, or has a bad value.
@@ -41,7 +41,8 @@ class Reader:
         for name, f in keys(section):
             if default_of(f) is MISSING and f.name not in values:
                 raise DeepSpeedConfigError(f"{join(path, name)} is missing.")
-        return section(**values)
+        lacks_some = any(undecided.startswith(f"{path}.") for undecided in self.undecided)
+        return None if lacks_some else section(**values)
 
     def values(self, section: type, given: Any, path: str) -> dict[str, Any]:
         """The values that were given in a section, converted, by field name."""
