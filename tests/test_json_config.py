@@ -606,6 +606,7 @@ def test_what_always_happens_is_accepted_and_its_contrary_warned_of(caplog):
 @pytest.mark.parametrize("name", sorted(DISABLED_ONLY))
 def test_subsystems_that_do_not_exist_are_refused_unless_disabled(name):
     load(**{name: {"enabled": False, "anything": 1}})
+    load(**{name: {"enabled": "auto", "anything": "auto"}})
     load(**{name: {"deep": False, "inner": {"enabled": False, "anything": 1}}})  # as scripts write what they leave off
     load(**{name: {}})
     refused(f"{name} asks for something that does not exist here: ", **{name: {"enabled": True}})

@@ -61,9 +61,9 @@ def without_disabled(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _asks(value: Any) -> bool:
-    """Whether a section asks for something: it is not disabled, and has a value that does."""
+    """Whether a section asks for something: it is not disabled, as by "auto", and has a value that does."""
     if isinstance(value, Mapping):
-        return value.get("enabled") is not False and any(map(_asks, value.values()))
+        return value.get("enabled") not in (False, AUTO) and any(map(_asks, value.values()))
     return bool(value)
 
 
