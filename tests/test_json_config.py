@@ -249,10 +249,11 @@ def test_old_forms_become_new_ones(caplog, monkeypatch):
     assert not caplog.records, "all ranks say the same, and the first is enough, also in a script's own log"
 
 
-def test_max_grad_norm_is_dropped_with_a_warning(caplog):
-    config = load(optimizer={"type": "Adam", "params": {"lr": 0.1, "max_grad_norm": 1.0}}, gradient_clipping=0.5)
-    assert config.optimizer.params == {"lr": 0.1} and config.gradient_clipping == 0.5
-    assert "max_grad_norm 1.0 is dropped" in caplog.text and "0.5" in caplog.text
+@pytest.mark.parametrize("given, said", [({"gradient_clipping": 0.5}, "0.5"), ({}, "its default")])
+def test_max_grad_norm_is_dropped_with_a_warning(given, said, caplog):
+    config = load(optimizer={"type": "Adam", "params": {"lr": 0.1, "max_grad_norm": 2.0}}, **given)
+    assert config.optimizer.params == {"lr": 0.1} and config.gradient_clipping == given.get("gradient_clipping", 1.0)
+    assert f"max_grad_norm 2.0 is dropped: gradients are clipped as gradient_clipping says ({said})" in caplog.text
 
 
 def test_adam_w_mode_beside_params_is_read_as_one_of_them(caplog):

@@ -85,12 +85,12 @@ def modernised(document: Mapping[str, Any], warnings: list[str]) -> dict[str, An
         document["zero_optimization"] = _modern_zero(dict(zero), warnings)
     optimizer = document.get("optimizer")
     if isinstance(optimizer, Mapping) and isinstance(optimizer.get("params", {}), Mapping):
-        clipping = document.get("gradient_clipping", "its default")
+        clipping = show(document["gradient_clipping"]) if "gradient_clipping" in document else "its default"
         document["optimizer"] = _modern_optimizer(dict(optimizer), clipping, warnings)
     return document
 
 
-def _modern_optimizer(optimizer: dict[str, Any], clipping: Any, warnings: list[str]) -> dict[str, Any]:
+def _modern_optimizer(optimizer: dict[str, Any], clipping: str, warnings: list[str]) -> dict[str, Any]:
     params = dict(optimizer.get("params", {}))
     if "adam_w_mode" in optimizer:
         if "adam_w_mode" in params:
@@ -102,7 +102,7 @@ def _modern_optimizer(optimizer: dict[str, Any], clipping: Any, warnings: list[s
     if "max_grad_norm" in params:
         warnings.append(
             f"optimizer.params.max_grad_norm {show(params.pop('max_grad_norm'))} is dropped: gradients are clipped as "
-            f"gradient_clipping says ({show(clipping)})."
+            f"gradient_clipping says ({clipping})."
         )
     return {**optimizer, "params": params}
 
