@@ -427,12 +427,19 @@ def test_phases_are_timed_only_where_their_times_are_logged(one_rank, breakdown)
     assert not engine.timers.read_and_reset() and not evaluator.timers.read_and_reset()
 
 
-def test_settings_that_exclude_each_other_are_refused_before_the_model_is_touched(one_rank):
-    model = make_model()
-    before = [parameter.data_ptr() for parameter in model.parameters()]
-    with pytest.raises(DeepSpeedConfigError, match="--placement auto needs --zero-stage 3"):
-        initialize(model, zero_optimization={"stage": 2, "placement": "auto"})
-    assert [parameter.data_ptr() for parameter in model.parameters()] == before
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"zero_optimization": {"stage": 2, "placement": "auto"}}, "--placement auto needs --zero-stage 3"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 1, "min_loss_scale": 4}}, "fp16: --min-scale 4 "),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused_before_the_model_is_touched(one_rank, settings, message):
+    model = nn.BatchNorm1d(4)
+    before = [(tensor.data_ptr(), tensor.dtype) for tensor in model.state_dict().values()]
+    with pytest.raises(DeepSpeedConfigError, match=message):
+        initialize(model, data_types={"buffer_dtype": "bf16"}, **settings)
+    assert [(tensor.data_ptr(), tensor.dtype) for tensor in model.state_dict().values()] == before
 
 
 @pytest.mark.parametrize(

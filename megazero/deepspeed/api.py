@@ -142,6 +142,7 @@ def _trained(
     zero_units: Any,
 ) -> tuple[OptimizerFactory | None, dict[str, int], list[dict[str, Any]]]:
     """The first arguments of `Engine` after the groups, if this rank finds nothing in its own that cannot be trained."""
+    _ = told.precision  # checks it
     factory, param_groups = client_optimizer(told, optimizer, model_parameters, model)
     if factory is None:
         check_evaluation(told, lr_scheduler)
