@@ -18,6 +18,7 @@ from megazero import comm, zero
 from megazero.compat.wrappers import EngineModule, EngineOptimizer, join
 from megazero.deepspeed.api import initialize
 from megazero.deepspeed.engine import DeepSpeedEngine
+from megazero.json_config import load_json_config
 from megazero.option import check_known
 
 __all__ = ["FP16Adam", "PatrickStarEngine", "initialize_engine"]
@@ -80,9 +81,6 @@ def initialize_engine(
             "the same number: start with torchrun and pass int(os.environ['LOCAL_RANK'])."
         )
     fp16 = None if settings.get("fp16") is None else _fp16(_section(settings, "fp16"))
-    dtype = torch.float16 if fp16 else None
-    with nullcontext() if settings.get("release_after_init", False) else zero.Init(dtype=dtype):
-        model = model_func()
     section: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     if not settings.get(_STATIC, False):
         margin = settings.get(_MARGIN, 0.8)
@@ -100,6 +98,10 @@ def initialize_engine(
     }
     if fp16:
         document |= {"fp16": fp16, "data_types": {"buffer_dtype": "fp16"}}
+    load_json_config(document)  # checks it before the model is built
+    dtype = torch.float16 if fp16 else None
+    with nullcontext() if settings.get("release_after_init", False) else zero.Init(dtype=dtype):
+        model = model_func()
     engine = PatrickStarEngine(model, initialize(model=model, config=document)[0])
     return engine, engine.optimizer
 

@@ -204,9 +204,9 @@ def test_a_backward_takes_the_place_of_the_one_before(one_rank):
     ],
     ids=str,
 )
-def test_what_cannot_be_obeyed_is_named(one_rank, config, message):
+def test_what_cannot_be_obeyed_is_named_before_the_model_is_built(one_rank, config, message):
     with pytest.raises(ValueError, match=message):
-        initialize_engine(model_func, 0, config)
+        initialize_engine(lambda: pytest.fail("it was built"), 0, config)
 
 
 @pytest.mark.parametrize(
