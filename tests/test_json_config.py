@@ -182,6 +182,7 @@ def test_every_error_is_a_value_error_and_an_assertion_error():
         ({"aio": {"xyz": 1}}, "Unknown key aio.xyz. Known: block_size"),
         ({"aio": {3: 1}}, "Unknown key aio.3. Known: block_size"),
         ({"allgather_partitions": True}, "Unknown key .* It is a key of zero_optimization: put it there, or drop it.$"),
+        ({"zero_optimization.stage": 3}, "Unknown key .* It is a key of zero_optimization: put it there, or drop it.$"),
         ({"bf16": {"loss_scale": 0}}, "Unknown key bf16.loss_scale. It is a key of fp16: put it there, or drop it.$"),
         ({"fp16": {"gradient_clipping": 1}}, "Unknown key .* It is a key of the top level: put it there"),
         ({"bf16": {"device": "cpu"}}, "Unknown key bf16.device. Known: "),

@@ -91,7 +91,7 @@ class Reader:
 
     def _advice(self, name: str, section: type, path: str) -> str:
         """What to do about a key that the section at `path` lacks."""
-        homes = [home for home, _, last in (full.rpartition(".") for full in self._paths) if last == name]
+        homes = [full.rpartition(".")[0] for full in self._paths if name in (full, full.rpartition(".")[2])]
         if len(homes) == 1:
             return f"It is a key of {homes[0] or 'the top level'}: put it there, or drop it."
         advice = did_you_mean(name, [known for known, _ in keys(section)])
