@@ -22,23 +22,23 @@ class Accelerator:
     """
 
     @property
-    def _kind(self) -> str:
+    def _name(self) -> str:  # as DeepSpeed's, which scripts read
         return comm.local_device().type
 
     def __getattr__(self, name: str) -> Any:
         """torch's function for this kind of device."""
-        for owner in (torch.cpu, torch) if self._kind == "cpu" else (torch.cuda,):
+        for owner in (torch.cpu, torch) if self._name == "cpu" else (torch.cuda,):
             if not name.startswith("_") and hasattr(owner, name):
                 return getattr(owner, name)
-        raise AttributeError(f"the accelerator has no attribute {name!r}, and neither has torch.{self._kind}.")
+        raise AttributeError(f"the accelerator has no attribute {name!r}, and neither has torch.{self._name}.")
 
     def device(self, device_index: int | None = None) -> AbstractContextManager:
         """A `with` block in which this GPU is the current one; without a GPU, one in which nothing changes."""
-        return nullcontext() if self._kind == "cpu" else torch.cuda.device(device_index)
+        return nullcontext() if self._name == "cpu" else torch.cuda.device(device_index)
 
     def device_name(self, device_index: int | None = None) -> str:
         """The device string for `tensor.to`: "cuda:1", or "cuda" without an index; always "cpu" on the CPU."""
-        return self._kind if device_index is None or self._kind == "cpu" else f"{self._kind}:{device_index}"
+        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
     def current_device_name(self) -> str:
         """The device string for `tensor.to` that names this process's device."""
@@ -46,11 +46,11 @@ class Accelerator:
 
     def communication_backend_name(self) -> str:
         """The backend name for `init_distributed`: "nccl" or "gloo"."""
-        return "gloo" if self._kind == "cpu" else "nccl"
+        return "gloo" if self._name == "cpu" else "nccl"
 
     def is_bf16_supported(self) -> bool:
         """Whether the device computes in bf16; every CPU does."""
-        return self._kind == "cpu" or torch.cuda.is_bf16_supported()
+        return self._name == "cpu" or torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
         """Whether the device computes in fp16; every device does."""
@@ -72,7 +72,7 @@ class Accelerator:
 
     def empty_cache(self) -> None:
         """Returns the memory that torch caches on the GPU; does nothing without a GPU."""
-        if self._kind != "cpu":
+        if self._name != "cpu":
             torch.cuda.empty_cache()
 
 

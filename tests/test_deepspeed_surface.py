@@ -549,7 +549,7 @@ def test_the_accelerator_is_the_device_that_the_engine_computes_on(one_rank):
     accelerator, engine = deepspeed.accelerator.get_accelerator(), initialize()
     name = accelerator.device_name(accelerator.current_device() if engine.device.type == "cuda" else engine.local_rank)
     assert torch.device(name) == engine.device == torch.device(accelerator.current_device_name())
-    assert torch.device(accelerator.device_name()).type == engine.device.type
+    assert torch.device(accelerator.device_name()).type == accelerator._name == engine.device.type
     assert torch.distributed.get_backend() == accelerator.communication_backend_name()
     before = accelerator.memory_allocated()
     held = torch.ones(2**24, device=name)
