@@ -282,7 +282,7 @@ def test_adam_w_mode_beside_params_is_read_as_one_of_them(caplog):
         ({"zero_optimization": {"stage": True}}, "zero_optimization.stage must be an integer"),
         ({"zero_optimization": 2}, r'zero_optimization must be an object such as {"stage": \.\.\.}, got 2'),
         ({"fp16": True}, r'fp16 must be an object such as {"enabled": \.\.\.}, got true'),
-        ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size must be greater than 0"),
+        ({"zero_optimization": {"reduce_bucket_size": -1}}, "reduce_bucket_size must be at least 0, got -1"),
         ({"zero_optimization": {"offload_param": "cpu"}}, "offload_param must be an object"),
         ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, 'must be one of none, cpu, nvme, got "gpu"'),
         ({"wall_clock_breakdown": 1}, "wall_clock_breakdown must be true or false, got 1"),
@@ -317,6 +317,7 @@ def test_a_batch_number_that_is_null_counts_as_absent():
 
 
 def test_integral_floats_are_integers():
+    assert zero(reduce_bucket_size=0).zero_optimization.reduce_bucket_size == 0  # as in Hugging Face's examples
     config = zero(reduce_bucket_size=5e8, stage=2.0)
     assert config.zero_optimization.reduce_bucket_size == 500_000_000 and type(config.zero_optimization.stage) is int
 

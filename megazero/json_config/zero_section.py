@@ -125,7 +125,7 @@ class ZeroSection:
     )
 
     reduce_bucket_size: int = key(
-        500_000_000, OBEYED, "most elements of small units that share a bucket (stages 0 to 2)", above=0
+        500_000_000, OBEYED, "most elements of small units that share a bucket (stages 0 to 2); 0: none do", at_least=0
     )
     allgather_bucket_size: int = key(500_000_000, NO_EFFECT, _BUFFERS, at_least=0)
     prefetch_bucket_size: int = key(
