@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -21,6 +21,14 @@ def largest_file(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
-def fails(*_: object, **__: object) -> NoReturn:
-    """In the place of a system call: the disk fails, and the error names no file."""
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
+def failing(number: int) -> Callable[..., NoReturn]:
+    """A function to put in the place of a call: it fails with this number, and the error names no file."""
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+# In the place of a call on a disk that fails, and on a full one.
+fails, full = failing(errno.EIO), failing(errno.ENOSPC)

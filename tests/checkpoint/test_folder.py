@@ -20,6 +20,7 @@ from megazero import mpu
 from megazero.checkpoint import folder
 from megazero.checkpoint.standalone import SCRIPT, place_script, script_text
 from megazero.checkpoint.tags import latest_tag, list_tags, tags_to_go_back_to
+from tests.bad_disks import failing
 from tests.checkpoint.engines import make_engine, train, write_one
 
 
@@ -156,20 +157,11 @@ def test_a_copy_of_the_directory_gives_up_its_lock_only_until_the_next_save(tmp_
     ours.release()
 
 
-def fails_with(number):
-    """A function that fails so."""
-
-    def fails(*_, **__):
-        raise OSError(number, os.strerror(number))
-
-    return fails
-
-
 @pytest.mark.parametrize("may_read", [True, False], ids=["", "on an SMB share, which keeps others from reading it"])
 def test_a_lock_that_is_refused_as_some_systems_say_it_is_another_jobs(tmp_path, monkeypatch, may_read):
-    monkeypatch.setattr(folder.fcntl, "lockf", fails_with(errno.EACCES))
+    monkeypatch.setattr(folder.fcntl, "lockf", failing(errno.EACCES))
     if not may_read:
-        monkeypatch.setattr(os, "pread", fails_with(errno.EACCES))
+        monkeypatch.setattr(os, "pread", failing(errno.EACCES))
     monkeypatch.setattr(folder, "PATIENCE_S", 0.3)
     with pytest.raises(folder.DirectoryInUseError, match="another job"):
         folder.CheckpointFolder(tmp_path).claim()
@@ -179,12 +171,10 @@ def test_a_lock_that_is_refused_as_some_systems_say_it_is_another_jobs(tmp_path,
 def test_a_lock_that_fails_is_an_error_unless_the_file_system_has_none(
     tmp_path, monkeypatch, caplog, number, is_refused
 ):
-    def fails(*_):
-        raise OSError(number, "it fails")
-
-    monkeypatch.setattr(folder.fcntl, "lockf", fails)
+    monkeypatch.setattr(folder.fcntl, "lockf", failing(number))
     claimed = folder.CheckpointFolder(tmp_path)
-    with pytest.raises(OSError, match=r"could not lock .*\.lock: it fails") if is_refused else nullcontext():
+    said = rf"could not lock .*\.lock: {os.strerror(number)}"
+    with pytest.raises(OSError, match=said) if is_refused else nullcontext():
         claimed.claim()
     assert ("this file system has no locks" in caplog.text) != is_refused
     claimed.release()
@@ -198,7 +188,7 @@ def test_the_script_is_executable_before_it_is_there(tmp_path, monkeypatch):
 
 
 def test_the_script_is_there_also_on_a_share_that_keeps_no_rights(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fchmod", fails_with(errno.EPERM))
+    monkeypatch.setattr(os, "fchmod", failing(errno.EPERM))
     place_script(tmp_path)
     assert (tmp_path / SCRIPT).read_text() == script_text()
 
@@ -208,7 +198,7 @@ def test_the_script_is_there_also_on_a_share_that_keeps_no_rights(tmp_path, monk
 )
 def test_a_file_system_that_could_not_publish_a_save_is_refused_before_the_first(tmp_path, monkeypatch, call, number):
     """Mounts of object stores: mountpoint-s3 renames nothing, gcsfuse no folder with something in it."""
-    monkeypatch.setattr(os, call, fails_with(number))
+    monkeypatch.setattr(os, call, failing(number))
     claimed = folder.CheckpointFolder(tmp_path)
     with pytest.raises(OSError, match=f"replacing a file and renaming a folder in .*: {os.strerror(number)}"):
         claimed.claim()
@@ -250,7 +240,7 @@ def test_keep_last_keeps_the_newest_written_whatever_its_step_and_copies_of_the_
 
 def test_a_save_is_made_where_what_is_not_to_be_kept_cannot_be_looked_for(world, tmp_path, monkeypatch, caplog):
     engine = make_engine(1)
-    for looks in (list_tags, fails_with(errno.EIO), list_tags):
+    for looks in (list_tags, failing(errno.EIO), list_tags):
         monkeypatch.setattr(folder, "list_tags", looks)
         train(engine, 1)
         engine.save_checkpoint(str(tmp_path), keep_last=1)
@@ -337,11 +327,7 @@ def test_what_lies_in_the_image_of_a_container_is_replaced_and_kept_as_elsewhere
 
 def test_nothing_is_copied_where_a_folder_may_not_be_renamed(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
-
-    def refuse(*_):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os, "rename", failing(errno.EACCES))
     with pytest.raises(PermissionError):
         folder._move(tmp_path / "mine", tmp_path / "mine.other")
     assert os.listdir(tmp_path) == ["mine"]

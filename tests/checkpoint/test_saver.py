@@ -25,7 +25,7 @@ from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.tags import latest_tag, list_tags
 from megazero.engine import Engine, weight_decay_groups
 from megazero.zero import ZeroConfig
-from tests.bad_disks import largest_file
+from tests.bad_disks import full, largest_file
 from tests.checkpoint.engines import Net, make_engine, train, write_one
 from tests.ranks import run_ranks
 
@@ -65,7 +65,7 @@ def test_failed_save_leaves_the_previous_checkpoint(world, tmp_path, monkeypatch
 
     def full_disk(path, tensors):
         path.write_bytes(b"half")
-        raise OSError(28, "No space left on device", str(path))
+        full()
 
     monkeypatch.setattr(writer, "write_tensors", full_disk)
     train(engine, 1)
@@ -142,7 +142,7 @@ def test_a_load_waits_for_the_save_in_the_background(world, tmp_path, monkeypatc
 
 def test_failure_in_the_background_is_raised_by_the_next_call(world, tmp_path, monkeypatch):
     engine = make_engine(1)
-    monkeypatch.setattr(writer, "write_tensors", _no_space)
+    monkeypatch.setattr(writer, "write_tensors", full)
     engine.save_checkpoint(str(tmp_path), in_background=True)
     with pytest.raises(OSError, match=r"global_step0 was not saved: OSError: .*No space left"):
         engine.save_checkpoint(str(tmp_path))
@@ -159,11 +159,8 @@ def test_failure_in_the_background_frees_the_copy_of_what_was_to_be_saved(world,
         copies.extend(weakref.ref(value) for states in copy.pieces.values() for value in states.values())
         return copy
 
-    def full_disk(file, data):
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(writer.Snapshot, "staged", noted)
-    monkeypatch.setattr(tensor_file.ChecksummedStream, "write", full_disk)
+    monkeypatch.setattr(tensor_file.ChecksummedStream, "write", full)
     gc.disable()
     try:
         engine.save_checkpoint(str(tmp_path), in_background=True)
@@ -182,7 +179,7 @@ def test_what_one_rank_cannot_write_or_copy_raises_on_all(tmp_path):
 def _one_rank_fails(directory: str) -> None:
     engine, is_second = make_engine(1), torch.distributed.get_rank() == 1
     if is_second:
-        writer.write_tensors = _no_space
+        writer.write_tensors = full
     with pytest.raises((OSError, RuntimeError), match="No space left"):
         engine.save_checkpoint(directory)
     if is_second:
@@ -237,10 +234,6 @@ def _late(directory: str) -> None:
 
 def _no_memory(*_):
     raise MemoryError("no host memory")
-
-
-def _no_space(path, tensors):
-    raise OSError(28, "No space left on device", str(path))
 
 
 def test_two_engines_of_one_process_save_into_one_directory(world, tmp_path, monkeypatch):
@@ -326,7 +319,7 @@ def _without_a_thread(directory: str) -> None:
 
 def test_a_directory_is_given_back_though_the_last_save_has_failed(world, tmp_path, monkeypatch):
     engine, before = make_engine(1), sum(CheckpointFolder._users.values())
-    monkeypatch.setattr(writer, "write_tensors", _no_space)
+    monkeypatch.setattr(writer, "write_tensors", full)
     engine.save_checkpoint(str(tmp_path), in_background=True)
     with pytest.raises(OSError, match="No space left"):
         engine.saver.close()

@@ -24,6 +24,7 @@ from megazero.data.preprocess import tokenize_json
 from megazero.data.tokenizer import build_tokenizer
 from megazero.lines import contents
 from megazero.lines.resumable import WorkOptions
+from tests.bad_disks import failing
 from tests.lines.test_contents import change_a_byte
 from tests.ranks import run_ranks
 from tests.vocabularies import make_texts, write_jsonl
@@ -332,10 +333,7 @@ def test_unwritable_cache_names_the_flag(corpora, tokenizer):
     ],
 )
 def test_a_folder_in_which_no_tokens_can_be_stored_names_the_flag(corpora, tokenizer, monkeypatch, code, error, advice):
-    def refused(*_):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(preprocess, "locked", refused)
+    monkeypatch.setattr(preprocess, "locked", failing(code))
     with pytest.raises(error, match=os.strerror(code) + advice):
         build(tokenizer, train_data=[str(corpora / "a.jsonl")], split="1")
 
@@ -348,12 +346,8 @@ def test_a_read_only_copy_with_a_finished_cache_is_enough(corpora, tokenizer, mo
     for path in (corpora / "a.jsonl", corpora / "a_text_document.bin"):
         shutil.copy(path, corpora / "copy")  # of another inode and time
         (corpora / "copy").replace(path)
-
-    def read_only(*_):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(cache, "locked", read_only)
-    monkeypatch.setattr(preprocess, "locked", read_only)
+    for module in (cache, preprocess):
+        monkeypatch.setattr(module, "locked", failing(errno.EROFS))
     assert texts(build(tokenizer, **flags)[0]) == texts(first)
     assert "since what is known of it cannot be stored: cannot write the index cache" in caplog.text
 

@@ -15,7 +15,7 @@ import pytest
 
 from megazero.data.cache import ArrayCache
 from megazero.lines.contents import key_of
-from tests.bad_disks import largest_file
+from tests.bad_disks import failing, largest_file
 
 DESCRIPTION = {"kind": "k", "name": "n", "seed": 1}
 
@@ -48,10 +48,7 @@ def test_built_once(tmp_path):
     ],
 )
 def test_an_array_that_cannot_be_mapped_is_named_with_what_helps(tmp_path, monkeypatch, code, said):
-    def refused(*_, **__):
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(mmap, "mmap", refused)
+    monkeypatch.setattr(mmap, "mmap", failing(code))
     with pytest.raises(OSError, match=rf"could not map .*-a\.npy into memory: {said}"):
         ArrayCache(tmp_path).load_or_build(DESCRIPTION, arrays)
 

@@ -22,7 +22,7 @@ from megazero.data.arrays import read_array
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, published
 from megazero.data.mmidx import token_dtype, write_index
 from megazero.data.sidecar import Sidecar, read_sidecar, sidecar_path, write_sidecar
-from tests.bad_disks import fails
+from tests.bad_disks import fails, full
 
 # Three sequences in two documents, written out by hand from the description of the format.
 TOKENS = [[1, 2, 65535], [7], [9, 10]]
@@ -161,9 +161,6 @@ def test_a_failed_writer_leaves_nothing_and_keeps_the_old(golden):
 
 @pytest.mark.parametrize("last", ["write_index", "remove_sidecar"])
 def test_a_writer_that_finds_a_full_disk_at_the_end_leaves_nothing(tmp_path, monkeypatch, last):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(mmidx if last == "write_index" else indexed_dataset, last, full)
     with pytest.raises(OSError, match="No space left"):
         with IndexedDatasetWriter(tmp_path / "w", np.uint16) as writer:

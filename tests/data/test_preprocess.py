@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import json
 import logging
@@ -26,6 +25,7 @@ from megazero.data.tokenizer import build_tokenizer
 from megazero.lines.jsonl import Block, block_lines, read_blocks
 from megazero.lines.partial_shard import PartialShard
 from megazero.lines.resumable import WorkOptions
+from tests.bad_disks import full
 from tests.vocabularies import make_gpt2_vocabulary, make_texts, write_jsonl
 
 SMALL = WorkOptions(1, block_bytes=500, commit_interval_s=0)
@@ -238,10 +238,6 @@ def test_what_a_stopped_run_has_left_of_a_finished_corpus_is_removed(tmp_path, t
 def test_a_disk_that_is_full_before_the_index_is_written_costs_no_tokens(tmp_path, tokenizer, monkeypatch, caplog):
     path = write_jsonl(tmp_path / "in.jsonl", make_texts(10))
     tokenize_json([path], tmp_path / "one", tokenizer, options=SMALL)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
         patch.setattr(mmidx, "write_index", full)
         with pytest.raises(OSError, match="No space left on device while writing .*what is done is kept"):

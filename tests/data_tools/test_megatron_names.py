@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import runpy
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 from data_tools import megatron_names
 from data_tools.find_duplicates import translated
 from megazero.data.indexed_dataset import IndexedDataset
+from tests.bad_disks import full
 from tests.data_tools.planted import planted_documents
 from tests.data_tools.steps import dropped, read_documents, run_step, write_documents
 from tests.vocabularies import make_gpt2_vocabulary, make_texts, write_jsonl
@@ -198,9 +198,6 @@ def test_no_marker_vouches_for_what_a_run_that_was_stopped_has_put_in_place(tmp_
     monkeypatch.chdir(tmp_path)
     flags = ("--input", "copies.jsonl", "--output", "groups.jsonl")
 
-    def stops(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     def write(copy):
         (tmp_path / "copies.jsonl").write_text(f'{{"a": [{{"{copy}": 0.9}}]}}\n')
 
@@ -209,7 +206,7 @@ def test_no_marker_vouches_for_what_a_run_that_was_stopped_has_put_in_place(tmp_
         run_step("group_duplicates", *flags)
         write("c")
         with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-            patch.setattr(name, stops)
+            patch.setattr(name, full)
             run_step("group_duplicates", *flags)
         assert read_documents(tmp_path / "groups.jsonl") == [{"0": ["a", stays]}]
         write("b")

@@ -38,6 +38,10 @@ def files(prefix):
     return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
 A, B, C = [[[1, 2, 65535], [7]], [[9, 10]]], [[], [[3]], [[]]], []
 
 
@@ -120,10 +124,6 @@ def test_a_merge_into_a_folder_of_its_inputs_goes_on_after_a_kill(tmp_path, monk
     assert merge_datasets([tmp_path], tmp_path / "all_text_document")["documents"] == 2 * len(A)
 
 
-def interrupt(*_):
-    raise KeyboardInterrupt
-
-
 def test_a_name_that_looks_like_a_number_is_written_as_the_message_says(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with IndexedDatasetWriter("7", np.uint16) as writer:
@@ -162,12 +162,9 @@ def test_a_merge_that_stops_leaves_nothing_half_and_no_scraps(tmp_path, monkeypa
     merge_datasets([a], tmp_path / "m")
     old = files(tmp_path / "m")
 
-    def stop(*_):
-        raise KeyboardInterrupt
-
     for module, name in ((mmidx, "write_index"), (preprocess, "remove_sidecar")):
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, stop)
+            patch.setattr(module, name, interrupt)
             with pytest.raises(KeyboardInterrupt):
                 merge_datasets([a, b], tmp_path / "m")
         if name == "write_index":  # what was there is whole, and what was copied is kept
@@ -183,11 +180,8 @@ def test_a_merge_that_stops_leaves_nothing_half_and_no_scraps(tmp_path, monkeypa
 def test_what_a_stopped_merge_has_left_of_a_finished_one_is_removed(tmp_path, monkeypatch):
     part = write(tmp_path / "a", A)
 
-    def stop(_):
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(PartialShard, "remove", stop)  # the merged corpus is whole
+        patch.setattr(PartialShard, "remove", interrupt)  # the merged corpus is whole
         with pytest.raises(KeyboardInterrupt):
             merge_datasets([part], tmp_path / "m")
     assert (tmp_path / "m.partial.json").exists()

@@ -17,6 +17,7 @@ from data_tools.inputs import list_inputs
 from data_tools.options import RunOptions
 from data_tools.shuffle import plan_layout
 from megazero.lines.compressed import open_bytes
+from tests.bad_disks import full
 from tests.data_tools.steps import dropped, read_documents, run_step, write_documents
 
 pytest.importorskip("zstandard")
@@ -106,12 +107,8 @@ def test_shuffle_through_many_buckets_into_shards_equals_one_bucket(tmp_path, co
 
 def test_a_shuffle_that_fails_while_sorting_goes_on(tmp_path, corpus, monkeypatch):
     flags = ("--input", corpus, "--output", tmp_path / "a.jsonl", *LITTLE)
-
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr("data_tools.shuffle._gather", fail)
+        patch.setattr("data_tools.shuffle._gather", full)
         with pytest.raises(OSError, match="No space left"):
             run_step("shuffle", *flags)
     assert not (tmp_path / "a.jsonl").exists() and (tmp_path / "a.jsonl.buckets").exists()

@@ -15,7 +15,7 @@ from megazero.lines.partial_shard import PartialShard, Shard
 from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult, Counts
 from megazero.lines.resumable import WorkOptions, fill
-from tests.bad_disks import fails, largest_file
+from tests.bad_disks import fails, full, largest_file
 
 
 def copied(item):
@@ -69,10 +69,6 @@ def test_results_go_to_their_own_shards_and_empty_ones_are_made_too(tmp_path, wo
 @pytest.mark.parametrize("name", ["_cut", "write_whole"])
 def test_a_full_disk_at_the_start_does_not_keep_the_lock(tmp_path, monkeypatch, name):
     (shard,) = shards_of(tmp_path, ["a\n"])
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
         patch.setattr(partial_shard, name, full)
         with pytest.raises(OSError) as error:
