@@ -80,10 +80,18 @@ def test_nothing_left_shows_the_arithmetic(total, consumed):
 
 
 @pytest.mark.parametrize(
-    "arguments", [(10, 0, 0, 0, 1), (10, 0, 1, 0, 0), (10, -1, 1, 0, 1), (10, 0, 1, 2, 2), (10, 0, 1, -1, 2)]
+    "arguments, said",
+    [
+        ((10, 0, 0, 0, 1), "micro_batch_size=0"),
+        ((10, 0, 1, 0, 0), "data_parallel_size=0"),
+        ((10, 0, 1, 0, 1, lambda _: 0), "micro_batches_per_step=0"),
+        ((10, -1, 1, 0, 1), "consumed_samples=-1"),
+        ((10, 0, 1, 2, 2), r"data_parallel_rank=2 is not in \[0, 2\)"),
+        ((10, 0, 1, -1, 2), r"data_parallel_rank=-1 is not in \[0, 2\)"),
+    ],
 )
-def test_bad_sizes_are_refused(arguments):
-    with pytest.raises(ValueError):
+def test_bad_sizes_are_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
         DataParallelBatchSampler(*arguments)
 
 
