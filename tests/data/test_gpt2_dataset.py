@@ -59,15 +59,23 @@ def test_more_samples_than_memory_has_room_for_are_refused_before_they_are_order
         GPT2Dataset(indexed, (0, 10), "valid", 10**15, 4, 0)
     with pytest.raises(ValueError, match="^1000000000000000 train samples .* GB are there. Lower --train-iters"):
         BlendOrder([1.0, 2.0], 10**15, "train", None)
-    # 3 epochs of 10 documents, and 16 samples of them: the order in memory is what is counted, or more.
-    order = GPT2Dataset(indexed, (0, 10), "train", 16, 12, 0).index
-    counted = 16 * 30 + 12 * 16
-    assert sum(array.nbytes for array in order) <= counted
-    monkeypatch.setattr(gpt2_index, "available_host_memory", lambda root: counted)
-    GPT2Dataset(indexed, (0, 10), "train", 16, 12, 0)
-    monkeypatch.setattr(gpt2_index, "available_host_memory", lambda root: counted - 1)
-    with pytest.raises(ValueError, match="^16 train samples"):
-        GPT2Dataset(indexed, (0, 10), "train", 16, 12, 0)
+
+    def ordered():
+        return GPT2Dataset(indexed, (0, 10), "train", 16, 12, 0).index
+
+    def blended():
+        order = BlendOrder([1.0, 2.0], 16, "train")
+        return order.dataset_index, order.sample_index
+
+    # The order in memory is what is counted, or more: of 3 epochs of 10 documents and 16 samples of them; of 16 samples.
+    for make, counted in ((ordered, 16 * 30 + 12 * 16), (blended, 10 * 16)):
+        assert sum(array.nbytes for array in make()) <= counted
+        with monkeypatch.context() as patch:
+            patch.setattr(gpt2_index, "available_host_memory", lambda root, counted=counted: counted)
+            make()
+            patch.setattr(gpt2_index, "available_host_memory", lambda root, counted=counted: counted - 1)
+            with pytest.raises(ValueError, match="^16 train samples"):
+                make()
 
 
 def test_split_parts_do_not_overlap(tmp_path):
