@@ -1,10 +1,18 @@
-"""The numbers of a log line, and of metrics.jsonl and TensorBoard."""
+"""The numbers of log lines, of metrics.jsonl and of TensorBoard: those of one run, also where runs are lost and disks fail."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
-from megazero.metrics import StepReport, by_section
+import pytest
+
+from megazero.metrics import MetricsWriter, StepReport, by_section, plot_losses
+from tests.tiny import logged
 
 NUMBERS = {
     "step_s": 0.5,
@@ -42,3 +50,122 @@ def test_lines_of_a_part_are_told_by_section_in_the_order_of_its_sets():
     lines = [{"iteration": n, "section": s} for n in (1, 2) for s in ("train", "valid/web", "valid/code", "test")]
     assert by_section(lines, "valid") == {"valid/web": lines[1::4], "valid/code": lines[2::4]}
     assert by_section(lines, "train") == {"train": lines[::4]}
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_metrics_file_as_json_has_no_word_for_them(tmp_path):
+    """The norm of an overflow, and the perplexity of a large loss; also those that an earlier version has written."""
+    path, refuse = tmp_path / "metrics.jsonl", {"parse_constant": lambda word: pytest.fail(f"{word} is no JSON")}
+    path.write_text('{"iteration": 1, "section": "train", "loss": 8.0, "grad_norm": Infinity}\n')
+    for start, norm in ((1, math.nan), (2, -math.inf), (3, 0.5)):
+        MetricsWriter(str(tmp_path), None, start).write(start + 1, {"loss": 8.0, "grad_norm": norm}, "train")
+    lines = [json.loads(line, **refuse) for line in path.read_text().splitlines()]
+    assert [line["grad_norm"] for line in lines] == [None, None, None, 0.5]
+    resumed = MetricsWriter(str(tmp_path), None, 4)
+    assert math.isnan(resumed.lines[0]["grad_norm"]), "a number, for the summary and the plot"
+
+
+def test_a_log_that_cannot_be_looked_at_for_a_moment_is_continued(tmp_path, monkeypatch):
+    MetricsWriter(str(tmp_path), None, 0).write(1, {"loss": 8.0}, "train")
+    monkeypatch.setattr(Path, "is_file", lambda _: False)  # what Python says from 3.14 on where a disk does not answer
+    MetricsWriter(str(tmp_path), None, 1).write(2, {"loss": 7.0}, "train")
+    assert [line["loss"] for line in logged(tmp_path)] == [8.0, 7.0]
+
+
+def test_a_run_that_continues_elsewhere_starts_a_log_and_one_that_cannot_be_read_is_not_replaced(tmp_path, unreadable):
+    MetricsWriter(str(tmp_path), None, 1).write(2, {"loss": 7.0}, "train")
+    assert [line["loss"] for line in logged(tmp_path)] == [7.0]
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to(unreadable)
+    with pytest.raises(OSError, match="Input/output error"):
+        MetricsWriter(str(tmp_path), None, 2)
+    assert (tmp_path / "metrics.jsonl").is_symlink()
+
+
+def test_a_run_that_starts_again_drops_the_points_of_the_one_that_was_lost(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for run, (start, losses) in enumerate([(0, (9.0, 8.0)), (0, (7.0, 6.0)), (1, (5.0,))]):
+        metrics = MetricsWriter(None, str(tmp_path), start)
+        for iteration, loss in enumerate(losses, start + 1):
+            metrics.write(iteration, {"loss": loss}, "train")
+        metrics.close()
+        (events,) = tmp_path.glob(f"*.{os.getpid()}.*")
+        events.rename(tmp_path / f"events.out.tfevents.{run}")  # those of one second might be read in another order
+    points = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [(point.step, point.value) for point in points] == [(1, 7.0), (2, 5.0)]
+
+
+def test_what_a_run_that_was_killed_has_left_aside_goes_when_the_next_one_writes(tmp_path):
+    names = [f"{name}.tmp0123abcd" for name in ("metrics.jsonl", "loss.png", "notes.txt")]
+    for name in names:
+        (tmp_path / name).touch()
+    metrics = MetricsWriter(str(tmp_path), None, 0)
+    assert plot_losses(metrics.lines, tmp_path / "loss.png")
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "loss.png", names[2]}
+
+
+def test_an_evaluation_that_is_repeated_replaces_its_line(tmp_path):
+    for start in (0, 2):
+        metrics = MetricsWriter(str(tmp_path), None, start)
+        for iteration in range(start + 1, 3):
+            metrics.write(iteration, {"loss": 8.0}, "train")
+        for section in ("valid", "test"):
+            metrics.write(2, {"loss": 7.0 - start}, section)
+    lines = logged(tmp_path)
+    want = [(1, "train", 8.0), (2, "train", 8.0), (2, "valid", 5.0), (2, "test", 5.0)]
+    assert [(line["iteration"], line["section"], line["loss"]) for line in lines] == want
+    assert lines == metrics.lines
+
+
+def test_a_file_in_the_place_of_the_tensorboard_folder_names_the_flag(tmp_path):
+    (tmp_path / "board").touch()
+    with pytest.raises(OSError, match=f"--tensorboard-dir {tmp_path / 'board'} cannot be written: .*File exists"):
+        MetricsWriter(str(tmp_path), str(tmp_path / "board"), 0)
+
+
+def test_a_tensorboard_folder_that_is_not_utf8_names_the_ways_out(tmp_path):
+    with pytest.raises(
+        OSError, match="--tensorboard-dir .* takes names in UTF-8 alone.*PYTHONUTF8=1.*--no-tensorboard"
+    ):
+        MetricsWriter(None, os.fsdecode(os.fsencode(tmp_path) + b"/s\xe4ve"), 0)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_tensorboard_folder_that_vanishes_ends_the_log_with_one_warning_and_no_traceback(tmp_path, caplog):
+    metrics = MetricsWriter(None, str(tmp_path / "board"), 0)
+    metrics.write(1, {"loss": 8.0}, "train")
+    shutil.rmtree(tmp_path / "board")
+    for iteration in (2, 3):
+        metrics.write(iteration, {"loss": 7.0, "lr": 1.0}, "train")
+    metrics.close()
+    (end,) = [record.getMessage() for record in caplog.records]
+    assert f"the log in {tmp_path / 'board'} ends at iteration 2, training goes on" in end
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
+def test_a_full_disk_ends_the_logs_with_a_warning_and_not_the_run(tmp_path, caplog):
+    metrics = MetricsWriter(str(tmp_path), str(tmp_path / "board"), 0)
+    metrics.write(1, {"loss": 8.0}, "train")
+    (events,) = (tmp_path / "board").iterdir()
+    for file in (metrics.path, events):
+        file.rename(f"{file}.whole")
+        file.symlink_to("/dev/full")
+    for iteration in (2, 3, 4):
+        metrics.write(iteration, {"loss": 7.0}, "train")
+    metrics.close()
+    ends = [record.getMessage() for record in caplog.records]
+    assert len(ends) == 2, ends
+    assert f"the log in {metrics.path} ends at iteration 2, training goes on: [Errno 28]" in ends[0], ends
+    assert f"the log in {tmp_path / 'board'} ends" in ends[1]
+    (tmp_path / "loss.png").mkdir()
+    assert not plot_losses([{"iteration": 1, "section": "train", "loss": 8.0}], tmp_path / "loss.png")
+    assert "no loss plot: " in caplog.text
+
+
+@pytest.mark.parametrize("end", [b"\x00\x88\xff", b'{"iteration": 3, "sec', b"[3]\n"])
+def test_a_metrics_file_with_a_damaged_end_does_not_keep_a_run_from_going_on(tmp_path, end):
+    for iteration in (1, 2):
+        MetricsWriter(str(tmp_path), None, iteration - 1).write(iteration, {"loss": 8.0}, "train")
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(end)
+    assert [line["iteration"] for line in MetricsWriter(str(tmp_path), None, 3).lines] == [1, 2]

@@ -7,8 +7,6 @@ import json
 import math
 import os
 import re
-import shlex
-import shutil
 import signal
 import socket
 import struct
@@ -31,14 +29,11 @@ from megazero.arguments import load_config
 from megazero.children import children
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.launch import describe
-from megazero.metrics import MetricsWriter, plot_losses
-from megazero.model.gpt2 import GPT2Model
 from megazero.out_of_memory import tells_out_of_memory
-from megazero.reporting import metrics_writer, summary
 from megazero.stop_signal import StopSignal
 from megazero.timers import MOST_KEPT, Timers
 from megazero.training import _evaluating, _raise_not_finite, evaluate
-from tests.ranks import free_port, run_ranks, run_script
+from tests.ranks import free_port, run_script
 from tests.test_runner import ends_within
 from tests.tiny import TINY_MODEL, launch_job, logged, make_texts, make_vocabulary, run_command, run_job
 
@@ -131,7 +126,7 @@ def test_a_run_that_was_killed_and_resumed_equals_the_whole_run_bit_for_bit_with
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert run_job(flags(corpus, whole, 80, *extra), 2).returncode == 0
     process = start_job(flags(corpus, cut, 80, *extra), 2)
-    wait_for(lambda: (cut / "metrics.jsonl").exists() and max(metrics(cut), default=0) >= 26)
+    wait_for_step(cut, 26)
     subprocess.run(["pkill", "-KILL", "-f", str(cut)], check=True)  # launcher, ranks and all
     process.wait()
     saved = int((cut / "latest").read_text().removeprefix("global_step"))
@@ -203,7 +198,7 @@ def test_a_run_ends_when_its_time_is_over_on_all_ranks_alike_and_goes_on(corpus,
 @pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGINT", "SIGUSR1"])
 def test_signal_finishes_the_step_saves_and_exits_zero(corpus, tmp_path, name):
     process = start_job(flags(corpus, tmp_path, 100_000, "--num-workers", "2"), 1)
-    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
+    wait_for_step(tmp_path, 3)
     process.send_signal(getattr(signal, name))
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
@@ -237,7 +232,7 @@ def test_the_data_loaders_workers_end_with_a_rank_that_is_killed(corpus, tmp_pat
     rank = subprocess.Popen(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL
     )
-    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 1)
+    wait_for_step(tmp_path, 1)
     workers = children(rank.pid)
     rank.kill()
     rank.wait()
@@ -308,7 +303,7 @@ def test_sigterm_to_every_process_of_a_job_saves_too(corpus, tmp_path):
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
-    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
+    wait_for_step(tmp_path, 3)
     workers = children(process.pid)
     os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
@@ -652,7 +647,7 @@ def test_ranks_of_the_other_nodes_fail_when_one_node_is_signalled_if_torchrun_st
     arguments = flags(corpus, tmp_path, 100_000 if is_training else 3, "--eval-iters", "100000")
     nodes = start_nodes("pretrain_gpt2.py", [*arguments, "--eval-interval", "100000"], restarts)
     if is_training:
-        wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
+        wait_for_step(tmp_path, 3)
     else:
         wait_for((tmp_path / "latest").exists)
     nodes[1].send_signal(signal.SIGTERM)
@@ -713,7 +708,7 @@ def test_a_signal_before_the_first_step_ends_a_job_at_once_and_no_restart_undoes
 
 def test_ranks_whose_torchrun_was_killed_end_at_once_and_say_why(corpus, tmp_path):
     process = start_job(flags(corpus, tmp_path, 100_000), 2)
-    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
+    wait_for_step(tmp_path, 3)
     (launcher,) = children(process.pid)
     os.kill(launcher, signal.SIGKILL)
     output, _ = process.communicate(timeout=60)  # returns when the ranks have closed it
@@ -790,7 +785,7 @@ def test_ranks_that_miss_torchrun_before_they_train_say_so_in_one_line(corpus, t
 
 def test_ranks_whose_script_was_killed_save_and_end(corpus, tmp_path):
     process = start_job(flags(corpus, tmp_path, 100_000), 2)
-    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
+    wait_for_step(tmp_path, 3)
     process.kill()
     output, _ = process.communicate(timeout=60)  # returns when the ranks have closed it
     last = max(metrics(tmp_path))
@@ -810,7 +805,7 @@ def test_a_job_without_a_launcher_outlives_the_shell_that_started_it(corpus, tmp
 @pytest.mark.slow  # as in tests/test_runner.py, but for a job that saves when the launcher ends it
 def test_sigquit_ends_all_ranks_with_the_script(corpus, tmp_path):
     process = start_job(flags(corpus, tmp_path, 100_000), 2)
-    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and max(metrics(tmp_path), default=0) >= 3)
+    wait_for_step(tmp_path, 3)
     process.send_signal(signal.SIGQUIT)
     output, _ = process.communicate(timeout=60)  # returns when the ranks have closed it
     assert process.returncode == 128 + signal.SIGTERM and "torchrun was ended by SIGTERM" in output, output
@@ -1221,6 +1216,10 @@ def wait_for(condition, timeout_s: float = 90.0) -> None:
         time.sleep(0.02)
 
 
+def wait_for_step(save: Path, step: int) -> None:
+    wait_for(lambda: (save / "metrics.jsonl").exists() and max(metrics(save), default=0) >= step)
+
+
 def test_other_documents_under_the_same_name_are_said(corpus, tmp_path):
     data = tmp_path / "text.jsonl"
     for iters, documents, said in ((2, 30, 0), (3, 30, 0), (4, 40, 1)):
@@ -1228,27 +1227,6 @@ def test_other_documents_under_the_same_name_are_said(corpus, tmp_path):
         done = run_job(flags(corpus, tmp_path / "run", iters, "--train-data", str(data)), 1)
         assert done.returncode == 0, done.stdout
         assert done.stdout.count("the documents of --train-data are not those") == said, done.stdout
-
-
-def test_the_speed_in_the_summary_is_that_of_the_run_and_not_of_those_that_it_continues(tmp_path):
-    for start, speeds in ((0, (500, 600, 700)), (3, (20, 30))):
-        metrics = MetricsWriter(str(tmp_path), None, start)
-        for iteration, speed in enumerate(speeds, start + 1):
-            metrics.write(iteration, {"loss": 8.0, "tokens_per_s": speed, "tflops": speed / 1e3}, "train")
-    job = SimpleNamespace(config=load_config(["--train-data", "x"], world_size=1), iteration=5, first_loss=9.0)
-    table = summary(job, metrics, [0])
-    assert "30 (median log line)" in table and "0.030 (in the same line)" in table and "9.0000 at the first" in table
-
-
-def test_the_summary_of_a_run_without_save_has_its_losses_and_speed():
-    metrics = MetricsWriter(None, None, 0)
-    metrics.write(5, {"loss": 8.0, "tokens_per_s": 30, "tflops": 0.5}, "train")
-    metrics.write(5, {"loss": 8.5, "perplexity": 4914.77}, "valid")
-    job = SimpleNamespace(config=load_config([], world_size=1), iteration=5, first_loss=9.0)
-    table = summary(job, metrics, [0])
-    assert "-> 8.0000 at the last log line" in table and "4914.77 (loss 8.5000)" in table and "30 (median" in table
-    job.iteration = 9
-    assert "4914.77 (loss 8.5000, at iteration 5)" in summary(job, metrics, [0])
 
 
 def test_an_evaluation_that_fails_leaves_modes_and_timers_as_they_were():
@@ -1314,157 +1292,6 @@ def test_timers_that_nobody_reads_keep_few_events(monkeypatch):
                 pass
         assert len(timers._events) == kept, "those that the device may still be at, or as many as are kept anyway"
         assert timers.read_and_reset() == {"forward": pytest.approx(3000 * 0.002)} and timers.read_and_reset() == {}
-
-
-def test_the_peaks_of_many_ranks_are_told_in_short():
-    job = SimpleNamespace(config=load_config([], world_size=1), iteration=5, first_loss=None)
-    peaks = [mb * 2**20 for mb in (7, *range(100, 116))]
-    assert "7, 100, 101" in summary(job, MetricsWriter(None, None, 0), peaks[:16])
-    assert "7 to 115 (rank 16), median 107" in summary(job, MetricsWriter(None, None, 0), peaks)
-
-
-def test_the_first_rank_alone_keeps_what_is_logged():
-    assert run_ranks(2, _lines_kept) == [3, 0]
-
-
-def _lines_kept() -> int:
-    job = SimpleNamespace(config=load_config(["--train-data", "x"], world_size=2), iteration=0)
-    metrics = metrics_writer(job)
-    for iteration in range(3):
-        metrics.write(iteration, {"loss": 8.0}, "train")
-    return len(metrics.lines)
-
-
-def test_the_command_in_the_summary_can_be_pasted_whatever_the_folders_name(tmp_path, monkeypatch):
-    save = tmp_path / "it's $mine"
-    (save / "global_step5").mkdir(parents=True)
-    (save / "global_step5" / "index.json").touch()
-    config = load_config(["--save", str(save), "--no-tensorboard"], world_size=1)
-    engine = SimpleNamespace(module=object.__new__(GPT2Model))
-    job = SimpleNamespace(config=config, iteration=5, first_loss=None, engine=engine)
-    command = summary(job, MetricsWriter(None, None, 0), [0]).partition("generate text")[2].strip()
-    assert shlex.split(command) == [f"LOAD={save}", "bash", "scripts/generate_text.sh"]
-    monkeypatch.setattr("megazero.reporting.__file__", str(tmp_path / "site-packages/megazero/reporting.py"))
-    assert "generate text" not in summary(job, MetricsWriter(None, None, 0), [0]), "an installed package has no scripts"
-
-
-def test_numbers_that_are_not_finite_are_null_in_the_metrics_file_as_json_has_no_word_for_them(tmp_path):
-    """The norm of an overflow, and the perplexity of a large loss; also those that an earlier version has written."""
-    path, refuse = tmp_path / "metrics.jsonl", {"parse_constant": lambda word: pytest.fail(f"{word} is no JSON")}
-    path.write_text('{"iteration": 1, "section": "train", "loss": 8.0, "grad_norm": Infinity}\n')
-    for start, norm in ((1, math.nan), (2, -math.inf), (3, 0.5)):
-        MetricsWriter(str(tmp_path), None, start).write(start + 1, {"loss": 8.0, "grad_norm": norm}, "train")
-    lines = [json.loads(line, **refuse) for line in path.read_text().splitlines()]
-    assert [line["grad_norm"] for line in lines] == [None, None, None, 0.5]
-    resumed = MetricsWriter(str(tmp_path), None, 4)
-    assert math.isnan(resumed.lines[0]["grad_norm"]), "a number, for the summary and the plot"
-
-
-def test_a_log_that_cannot_be_looked_at_for_a_moment_is_continued(tmp_path, monkeypatch):
-    MetricsWriter(str(tmp_path), None, 0).write(1, {"loss": 8.0}, "train")
-    monkeypatch.setattr(Path, "is_file", lambda _: False)  # what Python says from 3.14 on where a disk does not answer
-    MetricsWriter(str(tmp_path), None, 1).write(2, {"loss": 7.0}, "train")
-    assert [line["loss"] for line in logged(tmp_path)] == [8.0, 7.0]
-
-
-def test_a_run_that_continues_elsewhere_starts_a_log_and_one_that_cannot_be_read_is_not_replaced(tmp_path, unreadable):
-    MetricsWriter(str(tmp_path), None, 1).write(2, {"loss": 7.0}, "train")
-    assert [line["loss"] for line in logged(tmp_path)] == [7.0]
-    (tmp_path / "metrics.jsonl").unlink()
-    (tmp_path / "metrics.jsonl").symlink_to(unreadable)
-    with pytest.raises(OSError, match="Input/output error"):
-        MetricsWriter(str(tmp_path), None, 2)
-    assert (tmp_path / "metrics.jsonl").is_symlink()
-
-
-def test_a_run_that_starts_again_drops_the_points_of_the_one_that_was_lost(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for run, (start, losses) in enumerate([(0, (9.0, 8.0)), (0, (7.0, 6.0)), (1, (5.0,))]):
-        metrics = MetricsWriter(None, str(tmp_path), start)
-        for iteration, loss in enumerate(losses, start + 1):
-            metrics.write(iteration, {"loss": loss}, "train")
-        metrics.close()
-        (events,) = tmp_path.glob(f"*.{os.getpid()}.*")
-        events.rename(tmp_path / f"events.out.tfevents.{run}")  # those of one second might be read in another order
-    points = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
-    assert [(point.step, point.value) for point in points] == [(1, 7.0), (2, 5.0)]
-
-
-def test_what_a_run_that_was_killed_has_left_aside_goes_when_the_next_one_writes(tmp_path):
-    names = [f"{name}.tmp0123abcd" for name in ("metrics.jsonl", "loss.png", "notes.txt")]
-    for name in names:
-        (tmp_path / name).touch()
-    metrics = MetricsWriter(str(tmp_path), None, 0)
-    assert plot_losses(metrics.lines, tmp_path / "loss.png")
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "loss.png", names[2]}
-
-
-def test_an_evaluation_that_is_repeated_replaces_its_line(tmp_path):
-    for start in (0, 2):
-        metrics = MetricsWriter(str(tmp_path), None, start)
-        for iteration in range(start + 1, 3):
-            metrics.write(iteration, {"loss": 8.0}, "train")
-        for section in ("valid", "test"):
-            metrics.write(2, {"loss": 7.0 - start}, section)
-    lines = logged(tmp_path)
-    want = [(1, "train", 8.0), (2, "train", 8.0), (2, "valid", 5.0), (2, "test", 5.0)]
-    assert [(line["iteration"], line["section"], line["loss"]) for line in lines] == want
-    assert lines == metrics.lines
-
-
-def test_a_file_in_the_place_of_the_tensorboard_folder_names_the_flag(tmp_path):
-    (tmp_path / "board").touch()
-    with pytest.raises(OSError, match=f"--tensorboard-dir {tmp_path / 'board'} cannot be written: .*File exists"):
-        MetricsWriter(str(tmp_path), str(tmp_path / "board"), 0)
-
-
-def test_a_tensorboard_folder_that_is_not_utf8_names_the_ways_out(tmp_path):
-    with pytest.raises(
-        OSError, match="--tensorboard-dir .* takes names in UTF-8 alone.*PYTHONUTF8=1.*--no-tensorboard"
-    ):
-        MetricsWriter(None, os.fsdecode(os.fsencode(tmp_path) + b"/s\xe4ve"), 0)
-
-
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_tensorboard_folder_that_vanishes_ends_the_log_with_one_warning_and_no_traceback(tmp_path, caplog):
-    metrics = MetricsWriter(None, str(tmp_path / "board"), 0)
-    metrics.write(1, {"loss": 8.0}, "train")
-    shutil.rmtree(tmp_path / "board")
-    for iteration in (2, 3):
-        metrics.write(iteration, {"loss": 7.0, "lr": 1.0}, "train")
-    metrics.close()
-    (end,) = [record.getMessage() for record in caplog.records]
-    assert f"the log in {tmp_path / 'board'} ends at iteration 2, training goes on" in end
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard writes in a thread
-def test_a_full_disk_ends_the_logs_with_a_warning_and_not_the_run(tmp_path, caplog):
-    metrics = MetricsWriter(str(tmp_path), str(tmp_path / "board"), 0)
-    metrics.write(1, {"loss": 8.0}, "train")
-    (events,) = (tmp_path / "board").iterdir()
-    for file in (metrics.path, events):
-        file.rename(f"{file}.whole")
-        file.symlink_to("/dev/full")
-    for iteration in (2, 3, 4):
-        metrics.write(iteration, {"loss": 7.0}, "train")
-    metrics.close()
-    ends = [record.getMessage() for record in caplog.records]
-    assert len(ends) == 2, ends
-    assert f"the log in {metrics.path} ends at iteration 2, training goes on: [Errno 28]" in ends[0], ends
-    assert f"the log in {tmp_path / 'board'} ends" in ends[1]
-    (tmp_path / "loss.png").mkdir()
-    assert not plot_losses([{"iteration": 1, "section": "train", "loss": 8.0}], tmp_path / "loss.png")
-    assert "no loss plot: " in caplog.text
-
-
-@pytest.mark.parametrize("end", [b"\x00\x88\xff", b'{"iteration": 3, "sec', b"[3]\n"])
-def test_a_metrics_file_with_a_damaged_end_does_not_keep_a_run_from_going_on(tmp_path, end):
-    for iteration in (1, 2):
-        MetricsWriter(str(tmp_path), None, iteration - 1).write(iteration, {"loss": 8.0}, "train")
-    with open(tmp_path / "metrics.jsonl", "ab") as file:
-        file.write(end)
-    assert [line["iteration"] for line in MetricsWriter(str(tmp_path), None, 3).lines] == [1, 2]
 
 
 OTHER_RANK = """
