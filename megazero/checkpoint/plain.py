@@ -7,6 +7,7 @@ dict that has such a key itself, or keys that are no strings, is written as a li
 from __future__ import annotations
 
 import base64
+import binascii
 import dataclasses
 import enum
 import json
@@ -85,7 +86,7 @@ def decode(encoded: Any, tensors: dict[str, Tensor]) -> Any:
         return {key: decode(value, tensors) for key, value in encoded.items()}
     try:
         return _decode_marked(encoded, tensors)
-    except (KeyError, TypeError, RuntimeError, AttributeError, OverflowError) as error:
+    except (KeyError, TypeError, RuntimeError, AttributeError, OverflowError, binascii.Error) as error:
         raise ValueError(f"the saved client state is damaged at {str(encoded)[:100]}: {error!r}") from error
 
 

@@ -231,5 +231,5 @@ def test_a_container_that_holds_itself_is_refused_and_one_that_is_there_twice_is
     ],
 )
 def test_what_encode_has_not_written_is_a_value_error(damaged):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="client state"):
         decode([damaged], {"client/0": torch.zeros(3)})
