@@ -164,22 +164,6 @@ def test_16_bit_parts_of_a_gradient_are_added_up_in_fp32(one_rank, sizes):
     assert x.grad.item() == 1 if "chunk_size" in sizes else weight.grad.flatten().tolist() == [-1, 1]
 
 
-def compile_case():
-    group = dist.group.WORLD
-    x, weight, targets, upstream = make((5, 3), torch.float32, padding=1)
-
-    def chunked(x, weight):
-        return chunked_vocab_parallel_loss(x, weight, targets, chunk_size=2, group=group, vocab_size=V)
-
-    own = weight.chunk(2)[group.rank()]
-    compiled = torch.compile(chunked, backend="aot_eager", fullgraph=True)
-    assert_close(gradients(compiled, x, own, upstream), gradients(chunked, x, own, upstream))
-
-
-def test_compiled_chunks_equal_eager_in_one_graph():
-    run_ranks(2, compile_case)
-
-
 class LargestTensor(TorchDispatchMode):
     """Remembers how many elements the largest tensor has that any operation returns, in forward and backward."""
 

@@ -1,10 +1,12 @@
-"""torch.compile takes the parallel layers as one graph, collectives included, and computes what eager computes."""
+"""torch.compile takes the parallel layers and losses as one graph, collectives included, and computes what eager computes."""
 
 import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
 from megazero import mpu
+from megazero.mpu.chunked_loss import chunked_vocab_parallel_loss
+from tests.mpu.values import shared
 from tests.ranks import run_ranks
 
 
@@ -20,18 +22,20 @@ def compile_case():
     def step(ids, targets):
         x = embedding(ids)
         x = x + row(torch.nn.functional.gelu(column(x)))
-        extra = gathered(x).square().mean()
-        return mpu.vocab_parallel_cross_entropy(head(x), targets, group, 11).mean() + extra
+        loss = mpu.vocab_parallel_cross_entropy(head(x), targets, group, 11)
+        chunked = chunked_vocab_parallel_loss(x, head.weight, targets, chunk_size=2, group=group, vocab_size=11)
+        return loss, chunked, gathered(x)
 
     ids, targets = torch.arange(10).view(5, 2), torch.arange(10).flip(0).view(5, 2)
     layers = (embedding, column, row, gathered, head)
     parameters = [p for layer in layers for p in layer.parameters()]
     want = step(ids, targets)
-    want_grads = torch.autograd.grad(want, parameters)
+    upstream = [shared(*each.shape, seed=seed) for seed, each in enumerate(want)]
+    want_grads = torch.autograd.grad(want, parameters, upstream)
     got = torch.compile(step, backend="aot_eager", fullgraph=True)(ids, targets)
     assert_close(got, want)
-    assert_close(torch.autograd.grad(got, parameters), want_grads)
+    assert_close(torch.autograd.grad(got, parameters, upstream), want_grads)
 
 
-def test_compiled_layers_equal_eager_in_one_graph():
+def test_compiled_layers_and_losses_equal_eager_in_one_graph():
     run_ranks(2, compile_case)
