@@ -297,7 +297,7 @@ def graphs_case(hidden_sizes, most):
 
 def test_compiled_blocks_never_fall_back_to_running_without_a_graph():
     """Dropout draws other masks there: if only one of a block's two runs were compiled, its gradients would be wrong."""
-    sizes = [8 * i for i in range(1, 8)]
+    sizes = [8 * i for i in range(1, 6)]  # two graphs each: more than the 8 after which torch falls back by default
     assert run_ranks(1, graphs_case, sizes, block_module.MAX_GRAPHS)[0] >= 2 * len(sizes), (
         "each first run and each second"
     )
