@@ -239,12 +239,10 @@ def test_another_tokenizer_than_the_datas_names_both(corpora, gpt2_folder, spm_f
 
 def test_a_damaged_record_is_not_said_to_be_missing(corpora, tokenizer, caplog):
     path = corpora / "a_text_document.json"
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    os.truncate(path, path.stat().st_size // 2)
     with caplog.at_level(logging.WARNING, "megazero"):
         build(tokenizer, train_data=[str(corpora / "a")], split="1")
     assert "record its tokenizer (a_text_document.json is damaged, or something else): cannot check" in caplog.text
-    path.write_bytes(whole)
 
 
 def test_the_first_rank_of_every_machine_checks_the_cache_there(corpora, tokenizer, caplog):
@@ -263,11 +261,10 @@ def test_the_first_rank_of_every_machine_checks_the_cache_there(corpora, tokeniz
         build(tokenizer, rank=2, local_rank=0, **flags)
 
 
-def test_megatrons_own_files_get_a_warning_and_their_ids_are_checked(corpora, tokenizer, caplog):
-    for path in corpora.glob("a_text_document.json"):
-        path.unlink()
+def test_megatrons_own_files_get_one_warning(corpora, tokenizer, caplog):
+    (corpora / "a_text_document.json").unlink()
     with caplog.at_level(logging.WARNING, "megazero"):
-        train, valid, _ = build(tokenizer, train_data=[str(corpora / "a")], split="8,2")
+        build(tokenizer, train_data=[str(corpora / "a")], split="8,2")
     assert caplog.text.count("does not record its tokenizer (no a_text_document.json)") == 1
     caplog.clear()
     build(tokenizer, train_data=[str(corpora / "a")], split="8,2", rank=1)
