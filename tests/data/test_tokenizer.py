@@ -155,9 +155,8 @@ def test_gpt2_bpe_equals_the_package_tokenizers(tmp_path, vocab_size):
 
 def test_real_gpt2_ids():
     """The ids of OpenAI's vocabulary where it is at hand; the tests above cover the code without it."""
-    folder = shared_data()
-    if folder is None:
-        return
+    if (folder := shared_data()) is None:
+        pytest.skip("the vocabulary is not at hand")
     ours = build_tokenizer("GPT2BPETokenizer", tokenizer_path=folder / "gpt2_bpe")
     assert ours.encode("Hello world") == [15496, 995] and ours.encode(" the") == [262]
     assert ours.vocab_size == 50257 and ours.eod == 50256

