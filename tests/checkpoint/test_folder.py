@@ -446,7 +446,7 @@ def test_what_cannot_be_deleted_is_no_obstacle(world, tmp_path, monkeypatch, cap
     engine = write_one(tmp_path)
     (tmp_path / ".global_step1.partial").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", fails_with(errno.ENOTEMPTY))
+        patch.setattr(shutil, "rmtree", failing(errno.ENOTEMPTY))
         for number in range(3):
             engine.save_checkpoint(str(tmp_path), client_state={"number": number})
         engine.wait_for_checkpoint()
