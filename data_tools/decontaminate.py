@@ -67,7 +67,7 @@ class Decontaminator:
     def __call__(self, document: Document) -> Document:
         """The document as it is."""
         text = normalized(document[self.key])
-        hashes, starts = ngrams(text, self.size)
+        hashes, spans = ngrams(text, self.size)
         candidates = np.flatnonzero(self._occurs[hashes & self._mask])
         if len(candidates) == 0:
             return document
@@ -75,8 +75,7 @@ class Decontaminator:
         shared = self.table[places] == hashes[candidates]
         if len(np.unique(places[shared])) < self.least:
             return document
-        first, place = candidates[shared][0], places[shared][0]
-        start, stop = np.append(starts, len(text))[[first, first + self.size]]
+        (start, stop), place = spans[candidates[shared][0]], places[shared][0]
         sequence = " ".join(text[start:stop].split())
         raise Dropped("contaminated", detail=f"{self.names[self.source[place]]}: {sequence}")
 

@@ -64,9 +64,15 @@ def signatures(texts: Sequence[str], permutations: int) -> tuple[U64, U16]:
 
 
 def ngrams(text: str, size: int) -> tuple[U64, Places]:
-    """Hashes of the sequences of `size` words of a text, in their order, and the character at which each of its words begins."""
-    hashes, starts = map(np.concatenate, zip(*_long_shingles(text, size), strict=True))
-    return hashes[: max(0, len(starts) - size + 1)], starts
+    """Hashes of the sequences of `size` words of a text, in their order, and the characters from which and up to which each goes.
+
+    The latter are [n, 2]; a sequence goes up to the next word.
+    """
+    hashes, spans = [], []
+    for found, bounds in _long_shingles(text, size):
+        spans.append(np.stack([bounds[:-size], bounds[size:]], axis=1)[: len(found)])
+        hashes.append(found[: len(spans[-1])])  # what has fewer words has a hash as well
+    return np.concatenate(hashes), np.concatenate(spans)
 
 
 def band_keys(minima: U16, bands: int) -> U64:
@@ -110,18 +116,19 @@ def _signature_of_long(text: str, permutations: int) -> tuple[U64, U16]:
 
 
 def _long_shingles(text: str, size: int) -> Iterator[tuple[U64, Places]]:
-    """Of a text of any length, piece by piece: hashes, never none at all, and where in the text the words begin."""
+    """Of a text of any length, piece by piece: hashes, never none at all, and where the words begin and the piece ends."""
     start, is_empty = 0, True
     while start < len(text):
-        hashes, _, words = _shingles([text[start : start + _PIECE]], size)
+        piece = text[start : start + _PIECE]
+        hashes, _, words = _shingles([piece], size)
+        bounds = start + np.append(words, len(piece))
         next_start = start + _PIECE  # a word longer than a piece is cut
         if next_start < len(text) and len(words) > size:
             # The last word may go on in the next piece: what ends with it is left to that one, which starts where this does.
-            next_start = start + int(words[-size])
-            hashes, words = hashes[:-1], words[:-size]
+            next_start, hashes = int(bounds[-size - 1]), hashes[:-1]
         if len(hashes):
             is_empty = False
-            yield hashes, start + words
+            yield hashes, bounds
         start = next_start
     if is_empty:
         yield _characters(text), np.empty(0, np.int64)

@@ -102,8 +102,8 @@ def test_more_evaluation_files_than_16_bits_can_number(tmp_path, monkeypatch):
 
 
 def test_hashes_differ_by_word_and_order_and_are_those_of_every_process():
-    hashes, starts = ngrams("A b, c! a B c d", 3)
-    assert starts.tolist() == [0, 2, 5, 8, 10, 12, 14] and len(hashes) == 5
+    hashes, spans = ngrams("A b, c! a B c d", 3)
+    assert spans.tolist() == [[0, 8], [2, 10], [5, 12], [8, 14], [10, 15]] and len(hashes) == 5
     assert hashes[0] == hashes[3] and len(set(hashes.tolist())) == 4
     assert ngrams("a b c", 3)[0].tolist() == [hashes[0]]
     assert all(len(ngrams(text, 3)[0]) == 0 for text in ("a b", "", "...", " " * 3))
@@ -112,8 +112,17 @@ def test_hashes_differ_by_word_and_order_and_are_those_of_every_process():
 def test_sequences_of_a_long_text_are_those_of_its_parts():
     text = " ".join(f"w{i % 1009}" for i in range(200_000))
     assert len(text) > 1 << 19  # it is hashed in pieces
-    hashes, starts = ngrams(text, 13)
-    assert len(starts) == 200_000 and len(hashes) == len(starts) - 12
-    at = [0, 1000, 104_000, 199_980]
-    assert all(text[starts[i] :].startswith(f"w{i % 1009}") for i in at)
-    assert all(ngrams(text[starts[i] : starts[i] + 100], 13)[0][0] == hashes[i] for i in at)
+    hashes, spans = ngrams(text, 13)
+    assert len(spans) == len(hashes) == 200_000 - 12
+    words = text.split()
+    for i in (0, 1000, 104_000, 199_980):
+        sequence = text[slice(*spans[i])]
+        assert sequence.split() == words[i : i + 13] and ngrams(sequence, 13)[0].tolist() == [hashes[i]]
+
+
+@pytest.mark.parametrize("before", [0, 3, 12, 30])
+def test_sequences_behind_a_word_longer_than_a_piece_are_found_in_their_place(before):
+    text = " ".join([*WORDS[:before], "x" * 600_000, QUESTION, "end"])
+    found = dict(zip(*ngrams(text, 13), strict=True))
+    for sequence, (start, stop) in zip(*ngrams(QUESTION, 13), strict=True):
+        assert text[slice(*found[sequence])].strip() == QUESTION[start:stop].strip()
