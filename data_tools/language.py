@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from data_tools.optional import require, version_of
+from megazero.data.tokenizer import valid_unicode
 
 _SAMPLE_CHARACTERS = 1000  # of the beginning, and as many of the middle: pages begin with menus
 # What ftfy changes in ASCII text: entities, line ends, terminal escapes, control characters.
@@ -27,7 +28,7 @@ class LanguageIdentifier:
         """(ISO 639 code, score from 0 to 1) of the most likely language, judged by the beginning and the middle of `text`."""
         middle = max(_SAMPLE_CHARACTERS, len(text) // 2)
         sample = f"{text[:_SAMPLE_CHARACTERS]} {text[middle : middle + _SAMPLE_CHARACTERS]}"
-        sample = " ".join(sample.split())  # the model takes one line
+        sample = valid_unicode(" ".join(sample.split()))  # the model takes one line
         best = _detector().detect(sample, model="lite", k=1)
         return (best[0]["lang"], min(float(best[0]["score"]), 1.0)) if best else ("unknown", 0.0)
 

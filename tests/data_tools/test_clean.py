@@ -58,6 +58,7 @@ def test_every_rule(tmp_path, vocabulary):
     assert statistics["dropped"] == {"empty": 1, "language": 1, "short": 1}
     assert run_step("clean", *flags, "--min-tokens", 0, "--language", "any")["kept"] == 5
     assert run_step("clean", *flags, "--min-tokens", 0, "--language", "de")["kept"] == 1
+    assert run_step("clean", *flags, "--min-tokens", 40, "--no-fix")["kept"] == 3
 
 
 @given(
