@@ -35,6 +35,7 @@ from data_tools.inputs import is_beside, output_format
 from data_tools.optional import require
 from data_tools.registry import STEPS, step_parser
 from megazero.files import write_json
+from megazero.texts import read_text
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +69,12 @@ def load_pipeline(path: Path, changes: dict[str, str]) -> Pipeline:
     """
     yaml = require("yaml", f"reading {path}", "pyyaml")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(read_text(path, "pipeline"))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or not isinstance(content.get("steps"), list) or not content["steps"]:
         raise ValueError(f"{path}: expected an entry `steps` with a list of steps")
-    unknown = set(content) - {"folder", "variables", "defaults", "steps"}
+    unknown = set(map(str, content)) - {"folder", "variables", "defaults", "steps"}
     if unknown:
         raise ValueError(
             f"{path}: unknown entries {', '.join(sorted(unknown))}. Known: folder, variables, defaults, steps"
@@ -83,13 +84,13 @@ def load_pipeline(path: Path, changes: dict[str, str]) -> Pipeline:
             raise ValueError(
                 f"{path}: {entry} is {content[entry]!r}: expected names with their values, as `name: value`"
             )
-    variables = {name: str(value) for name, value in (content.get("variables") or {}).items()}
+    variables = {str(name): str(value) for name, value in (content.get("variables") or {}).items()}
     for name in changes:
         if name not in variables:
             raise ValueError(f"--set {name}=...: {path} has no such variable. It has: {', '.join(variables) or 'none'}")
     variables |= changes
     for number, step in enumerate(content["steps"], start=1):
-        if not isinstance(step, dict) or step.get("step") not in STEPS or step["step"] == "run":
+        if not isinstance(step, dict) or str(step.get("step")) not in STEPS or step["step"] == "run":
             raise ValueError(
                 f"{path}: step {number} needs an entry `step`, one of {', '.join(s for s in STEPS if s != 'run')}"
             )
@@ -137,8 +138,9 @@ def _flags(pipeline: Pipeline, step: dict[str, Any], outputs: dict[str, str]) ->
             if len(texts) != 1:
                 raise ValueError(f"{pipeline.path}: step {step['step']}: {name} takes one value, not {value!r}")
             texts = [str(pipeline.folder / text) for text in texts]
-            outputs.pop(step.get("name", step["step"]), None)
-            outputs[step.get("name", step["step"])] = texts[0]
+            label = str(step.get("name", step["step"]))
+            outputs.pop(label, None)
+            outputs[label] = texts[0]
         elif name == "input":
             for text in texts:
                 if not text.startswith(tuple(made.values())):

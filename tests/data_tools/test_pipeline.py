@@ -209,7 +209,7 @@ def test_script_without_a_dump_goes_through_the_sample_corpus_with_its_faults(tm
 
 def write_pipeline(folder, text):
     path = folder / "p.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     return path
 
 
@@ -217,9 +217,12 @@ def write_pipeline(folder, text):
     ("text", "complaint"),
     [
         ("steps: [", r"^.*p.yaml is not YAML: .* line 1, column 9: .*\Z"),
+        ("folder: caf\u00e9", "pipeline .*p.yaml is not UTF-8 text, at byte 11"),
         ("folder: x", "expected an entry `steps`"),
         ("steps: [{step: cleen}]", "step 1 needs an entry `step`"),
         ("steps: [{step: run}]", "step 1 needs an entry `step`"),
+        ("steps: [{step: [merge]}]", "step 1 needs an entry `step`"),
+        ("1: x\nsteps: [{step: merge}]", "unknown entries 1"),
         ("step: [{step: merge}]\nsteps: [{step: merge}]", "unknown entries step"),
         (
             "steps: [{step: merge, input: a.jsonl, output: b.jsonl, colour: 3}]",
@@ -242,6 +245,10 @@ def write_pipeline(folder, text):
         ("defaults: memory\nsteps: [{step: merge, input: a.jsonl, output: b}]", "defaults is 'memory': expected names"),
         ("steps: [{step: merge, input: a.jsonl, output: []}]", r"step merge: output takes one value, not \[\]"),
         ("steps: [{step: merge, input: '${raw}', output: b}]", "no variable or earlier step 'raw'"),
+        (
+            "variables: {1: a}\nsteps: [{step: merge, name: 2, input: a.jsonl, output: b}, {step: merge, input: '${raw}'}]",
+            "no variable or earlier step 'raw'. Known: 1, 2",
+        ),
         ("steps: [{step: merge, input: 'nothing*.gz', output: b}]", "no file matches"),
         (
             "steps: [{step: merge, input: a.jsonl, output: b}, {step: split, output: c, seed: x}]",
