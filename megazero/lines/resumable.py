@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megazero.cgroups import available_cores
+from megazero.files import allow_many_files
 from megazero.lines.jsonl import MAX_LINE_BYTES, Block, expected_text_bytes, read_blocks
 from megazero.lines.partial_shard import PartialShard, Place
 from megazero.lines.progress import Progress
@@ -94,6 +95,7 @@ def fill(
         ValueError: bad input with `options.strict`, or a damaged file.
         RuntimeError: a worker process died; OSError: the disk is full. In both cases what was committed is kept.
     """
+    allow_many_files()  # each worker has several shards open, where these are small, and empty ones wait for the next block
     opened: list[PartialShard] = []
     owners: deque[PartialShard] = deque()  # of the blocks in work, in whose order the results come
 

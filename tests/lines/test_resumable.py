@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import resource
 from functools import partial
 
 import pytest
@@ -64,6 +65,15 @@ def test_results_go_to_their_own_shards_and_empty_ones_are_made_too(tmp_path, wo
     shards = shards_of(tmp_path, *contents)
     assert filled(shards, copied, workers) == ["".join(texts).encode() for texts in contents]
     assert not list(tmp_path.glob("*.out*"))
+
+
+def test_more_empty_shards_in_a_row_than_a_process_may_have_open_by_default(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 60, hard))
+    try:
+        assert filled(shards_of(tmp_path, *[[""]] * 60, ["a\n"]), copied) == [*[b""] * 60, b"a\n"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("name", ["_cut", "write_whole"])
