@@ -28,7 +28,7 @@ from megazero.lines.jsonl import Block, LineError, expected_text_bytes
 from megazero.lines.partial_shard import Shard
 from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult, filled_lines
-from megazero.lines.resumable import Reason
+from megazero.lines.resumable import Reason, useful_workers
 from megazero.lines.workers import ordered_map
 
 RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("place", "<i8")])
@@ -107,6 +107,7 @@ def repeated_lines(
     found = RepeatedLines(folder / "places", paths, reason)
     most_lines = expected_text_bytes(paths) // 2  # a letter and an end
     files = 1 + _COPIES * most_lines * RECORD.itemsize // options.memory_bytes
+    workers = useful_workers(paths, options.block_bytes, options.workers_in_memory)
 
     def blocks() -> Iterator[Block]:
         for number, path in enumerate(paths):
@@ -114,7 +115,7 @@ def repeated_lines(
 
     def records() -> Generator[np.ndarray, None, None]:
         with Progress(f"{step}: looking for repeats", sum(path.stat().st_size for path in paths)) as progress:
-            with closing(ordered_map(partial(_digests, digest), blocks(), options.workers_in_memory)) as results:
+            with closing(ordered_map(partial(_digests, digest), blocks(), workers)) as results:
                 for block, (part, bad) in results:
                     yield part
                     found.add(bad)

@@ -159,6 +159,13 @@ def test_progress_says_how_fast_and_how_long(folder, step, caplog, monkeypatch):
 PARALLEL = [step for step in TEXT_STEPS if step != "train_tokenizer"]
 
 
+@pytest.mark.parametrize("step", PARALLEL)
+def test_a_small_input_is_done_before_a_worker_would_have_started(folder, step, monkeypatch):
+    monkeypatch.setattr("megazero.lines.workers._Pool", None)
+    case = prepare(step, folder)
+    run_step(step, *case.argv("--workers", 8, "--memory", "4G"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["worker", "run"])
 @pytest.mark.parametrize("step", PARALLEL)
