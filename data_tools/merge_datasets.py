@@ -2,10 +2,10 @@
 
     python -m data_tools merge_datasets --input data/part0 data/part1 --output-prefix data/whole
 
-A folder stands for all pairs in it, sorted by name. The inputs must be of one dtype and, where they record it, of one tokenizer.
-Tokens are copied as bytes, and the index is written in pieces: the time is that of the disk, and the memory the same for any
-size, so there is no --memory. What is there already, from the same inputs, is not made again; a killed run goes on copying
-where it stopped.
+A folder stands for all pairs in it but the output, sorted by name. The inputs must be of one dtype and, where they record it,
+of one tokenizer. Tokens are copied as bytes, and the index is written in pieces: the time is that of the disk, and the memory the
+same for any size, so there is no --memory. What is there already, from the same inputs, is not made again; a killed run goes on
+copying where it stopped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COPY_BYTES = 1 << 24
 def find_prefixes(inputs: Sequence[str | Path], output: Path | None = None) -> list[Path]:
     """The prefixes that the values of --input stand for: pairs by any of their names, and folders of pairs.
 
-    `output` is the prefix of what is made of them, which may be in one of the folders, made in part by a run that was killed.
+    `output` is the prefix of what is made of them, which may lie in one of the folders: there it is no input.
 
     Raises:
         FileNotFoundError: there is no such pair or folder, or a folder holds none.
@@ -55,6 +55,7 @@ def find_prefixes(inputs: Sequence[str | Path], output: Path | None = None) -> l
         if entry.is_dir():
             refuse_unfinished(entry, own=output)
             found = sorted(path.with_name(path.name.removesuffix(".idx")) for path in entry.glob("*.idx"))
+            found = [prefix for prefix in found if output is None or prefix.resolve() != output.resolve()]
             if not found:
                 raise FileNotFoundError(
                     f"--input {entry}: the folder holds no .idx. Name the prefix of a .bin/.idx pair."
@@ -123,7 +124,7 @@ def _check_output(sources: Sequence[IndexedDataset], output: Path) -> None:
         if source.prefix.resolve() == output.resolve():
             raise ValueError(
                 f"--output-prefix {output} is one of the inputs, which would be overwritten while it is read. Choose another "
-                "prefix (and, where --input is a folder, another folder, or the next run would read this one's output)."
+                "prefix."
             )
 
 

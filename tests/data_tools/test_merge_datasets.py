@@ -113,7 +113,7 @@ def test_a_folder_stands_for_its_pairs_in_the_order_of_their_names(tmp_path):
     ]
 
 
-def test_a_merge_into_a_folder_of_its_inputs_goes_on_after_a_kill(tmp_path, monkeypatch):
+def test_a_merge_into_a_folder_of_its_inputs_goes_on_after_a_kill_and_is_found(tmp_path, monkeypatch):
     for name in ("a_text_document", "b_text_document"):
         write(tmp_path / name, A)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -121,7 +121,12 @@ def test_a_merge_into_a_folder_of_its_inputs_goes_on_after_a_kill(tmp_path, monk
         merge_datasets([tmp_path], tmp_path / "all_text_document")
     with pytest.raises(ValueError, match="all_text_document: the run that makes these tokens has not finished"):
         merge_datasets([tmp_path], tmp_path / "elsewhere")
-    assert merge_datasets([tmp_path], tmp_path / "all_text_document")["documents"] == 2 * len(A)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(merging, "write_marker", interrupt)  # when the output has its name
+        merge_datasets([tmp_path], tmp_path / "all_text_document")
+    for is_found in (False, True):
+        result = merge_datasets([tmp_path], tmp_path / "all_text_document")
+        assert (result["documents"], result["skipped"]) == (2 * len(A), is_found)
 
 
 def test_a_name_that_looks_like_a_number_is_written_as_the_message_says(tmp_path, monkeypatch):
