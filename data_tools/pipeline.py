@@ -89,11 +89,10 @@ def load_pipeline(path: Path, changes: dict[str, str]) -> Pipeline:
         if name not in variables:
             raise ValueError(f"--set {name}=...: {path} has no such variable. It has: {', '.join(variables) or 'none'}")
     variables |= changes
+    known = [name for name in STEPS if name != "run"]
     for number, step in enumerate(content["steps"], start=1):
-        if not isinstance(step, dict) or str(step.get("step")) not in STEPS or step["step"] == "run":
-            raise ValueError(
-                f"{path}: step {number} needs an entry `step`, one of {', '.join(s for s in STEPS if s != 'run')}"
-            )
+        if not isinstance(step, dict) or step.get("step") not in known:
+            raise ValueError(f"{path}: step {number} needs an entry `step`, one of {', '.join(known)}")
     defaults = content.get("defaults") or {}
     flags = {flag for step in content["steps"] for flag in step_parser(step["step"]).takes_value}
     if unused := [name for name in defaults if f"--{name}" not in flags]:
