@@ -50,7 +50,7 @@ class SignatureFiles:
     """
 
     def __init__(self, paths: Sequence[Path], permutations: int) -> None:
-        self.paths, self.permutations, self._type = list(paths), permutations, row_type(permutations)
+        self.paths, self._type = list(paths), row_type(permutations)
         counts = [self._count(path) for path in self.paths]
         self.firsts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         """[files + 1] the number of the first document of each file, and the number of documents."""
