@@ -146,8 +146,3 @@ def _is_record(path: Path) -> bool:
     prefix = path.with_suffix("")
     has_tokens = any(append_suffix(prefix, suffix).exists() for suffix in (".idx", JOURNAL))
     return is_record(path) or is_of_vocabulary(path) or (has_tokens and read_sidecar(prefix) is not None)
-
-
-def output_format(path: Path) -> str | None:
-    """Which of `OUTPUT_FORMATS` and `URL_FORMATS` the name of a file asks for; None if none of them (a folder's name)."""
-    return next((name for name in (*OUTPUT_FORMATS, *URL_FORMATS) if path.name.endswith(f".{name}")), None)

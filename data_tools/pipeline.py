@@ -31,9 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.done_marker import MARKER, marked_outputs
-from data_tools.inputs import is_beside, output_format
+from data_tools.inputs import is_beside
 from data_tools.optional import require
 from data_tools.registry import STEPS, step_parser
+from data_tools.shard_plan import output_format
 from megazero.files import write_json
 from megazero.texts import read_text
 

@@ -6,12 +6,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from data_tools.done_marker import marked_outputs
-from data_tools.inputs import OUTPUT_FORMATS, output_format
+from data_tools.inputs import OUTPUT_FORMATS, URL_FORMATS
 from megazero.lines.compressed import uncompressed_name
 from megazero.lines.partial_shard import Shard
 
 # Of a name that ends so, nobody expects that a folder is made.
 _FILE_SUFFIXES = (".bz2", ".csv", ".gz", ".jsonl", ".ndjson", ".parquet", ".txt", ".wet", ".xz", ".zip", ".zst")
+
+
+def output_format(path: Path, formats: Sequence[str] = (*OUTPUT_FORMATS, *URL_FORMATS)) -> str | None:
+    """Which of the formats the name of a file asks for; None if none of them (a folder's name)."""
+    return next((name for name in formats if path.name.endswith(f".{name}")), None)
 
 
 def names_file(output: str | Path, formats: Sequence[str] = OUTPUT_FORMATS) -> bool:
@@ -23,16 +28,17 @@ def names_file(output: str | Path, formats: Sequence[str] = OUTPUT_FORMATS) -> b
     output = Path(output)
     if output.is_dir():
         return False
-    if output_format(output) not in formats and output.suffix in _FILE_SUFFIXES:
+    if output_format(output, formats):
+        return True
+    if output.suffix in _FILE_SUFFIXES:
         kinds = ", ".join(f".{name}" for name in formats)
         raise ValueError(f"--output {output}: such files are not written. Name one that ends in {kinds}, or a folder.")
-    return output_format(output) in formats
+    return False
 
 
 def ending(path: Path, format: str | None, formats: Sequence[str] = OUTPUT_FORMATS) -> str:
     """How the name of what is made of `path` ends: as --format says, else as that of `path`, else the first of `formats`."""
-    same = output_format(path)
-    return format or (same if same is not None and same in formats else formats[0])
+    return format or output_format(path, formats) or formats[0]
 
 
 def plan_shards(

@@ -18,10 +18,10 @@ from typing import Any
 
 from data_tools.documents import document_blocks
 from data_tools.done_marker import check_made_here, marker_path, read_marker, write_marker
-from data_tools.inputs import list_inputs, output_format
+from data_tools.inputs import list_inputs
 from data_tools.line_functions import DocumentFunction, DocumentLines, LineFunction, apply_to_block
 from data_tools.options import RunOptions, run_options
-from data_tools.shard_plan import plan_shards
+from data_tools.shard_plan import output_format, plan_shards
 from megazero.files import append_suffix, locked, sync_folder
 from megazero.lines.contents import describe_files, key_of
 from megazero.lines.outputs import full_disk_named
