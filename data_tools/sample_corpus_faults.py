@@ -13,23 +13,6 @@ from collections.abc import Callable, Sequence
 
 from data_tools.documents import Document, dump
 
-SHARES = {
-    "exact_duplicate": 0.03,
-    "near_duplicate": 0.03,
-    "broken_encoding": 0.02,
-    "other_language": 0.02,
-    "too_short": 0.02,
-    "repetitive": 0.01,
-    "end_of_text_in_text": 0.005,
-    "unpaired_surrogate": 0.005,
-    "cut_json": 0.005,
-    "invalid_utf8": 0.005,
-    "no_text_key": 0.005,
-    "no_object": 0.005,
-    "blank_line": 0.01,
-}
-"""Fault -> how many are planted, as a share of the documents (at least one of each)."""
-
 BOILERPLATE = (
     "Share this page with your friends. All rights reserved. Subscribe to the newsletter to hear of new articles first."
 )
@@ -67,11 +50,11 @@ def plant_faults(documents: Sequence[Document], seed: int = 1234) -> tuple[bytes
     generator = random.Random(seed)
     slots: list[list[bytes]] = [[] for _ in documents]
     planted: Counter[str] = Counter()
-    for fault, share in SHARES.items():
+    for fault, (share, line_of) in FAULTS.items():
         for number in range(max(1, round(share * len(documents)))):
             source = generator.randrange(len(documents))
             url = f"planted/{fault}/{number}"
-            line = _LINES[fault](generator, documents[source]["text"], url)
+            line = line_of(generator, documents[source]["text"], url)
             slots[generator.randrange(source, len(documents))].append(line)
             planted[fault] += 1
     lines = (line for document, faults in zip(documents, slots, strict=True) for line in (dump(document), *faults))
@@ -123,18 +106,19 @@ def _end_of_text(generator: random.Random, text: str, url: str) -> bytes:
     return _line(f"How tokenizers mark the end: {' '.join(words)} <|endoftext|> {' '.join(words[:50])}", url)
 
 
-_LINES: dict[str, Callable[[random.Random, str, str], bytes]] = {
-    "exact_duplicate": lambda _, text, url: _line(text, url),
-    "near_duplicate": _near_duplicate,
-    "broken_encoding": _broken_encoding,
-    "other_language": _other_language,
-    "too_short": lambda generator, text, url: _line(f"{text[:60]} ({generator.randrange(10**6)})", url),
-    "repetitive": _repetitive,
-    "end_of_text_in_text": _end_of_text,
-    "unpaired_surrogate": _surrogate,
-    "cut_json": lambda _, text, url: _line(text, url)[:-10].rstrip(b'"}') + b"\n",
-    "invalid_utf8": lambda _, text, url: b'{"text": "caf\xe9 ' + _line(text, url)[10:],
-    "no_text_key": lambda _, text, url: json.dumps({"body": text, "url": url}).encode() + b"\n",
-    "no_object": lambda _, text, url: json.dumps([url]).encode() + b"\n",
-    "blank_line": lambda *_: b"  \n",
+FAULTS: dict[str, tuple[float, Callable[[random.Random, str, str], bytes]]] = {
+    "exact_duplicate": (0.03, lambda _, text, url: _line(text, url)),
+    "near_duplicate": (0.03, _near_duplicate),
+    "broken_encoding": (0.02, _broken_encoding),
+    "other_language": (0.02, _other_language),
+    "too_short": (0.02, lambda generator, text, url: _line(f"{text[:60]} ({generator.randrange(10**6)})", url)),
+    "repetitive": (0.01, _repetitive),
+    "end_of_text_in_text": (0.005, _end_of_text),
+    "unpaired_surrogate": (0.005, _surrogate),
+    "cut_json": (0.005, lambda _, text, url: _line(text, url)[:-10].rstrip(b'"}') + b"\n"),
+    "invalid_utf8": (0.005, lambda _, text, url: b'{"text": "caf\xe9 ' + _line(text, url)[10:]),
+    "no_text_key": (0.005, lambda _, text, url: json.dumps({"body": text, "url": url}).encode() + b"\n"),
+    "no_object": (0.005, lambda _, text, url: json.dumps([url]).encode() + b"\n"),
+    "blank_line": (0.01, lambda *_: b"  \n"),
 }
+"""Fault -> how many are planted, as a share of the documents (at least one of each); what makes its line of a text and a URL."""

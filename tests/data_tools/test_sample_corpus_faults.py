@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from data_tools.sample_corpus_faults import SHARES, plant_faults
+from data_tools.sample_corpus_faults import FAULTS, plant_faults
 from megazero.lines.jsonl import LineError, read_object
 from tests.vocabularies import make_texts
 
@@ -36,7 +36,7 @@ def test_clean_documents_are_all_there_in_order_before_what_was_made_of_them(dum
 
 def test_numbers_of_faults_are_those_reported(dump):
     content, planted = dump
-    assert planted == {fault: max(1, round(share * len(DOCUMENTS))) for fault, share in SHARES.items()}
+    assert planted == {fault: max(1, round(share * len(DOCUMENTS))) for fault, (share, _) in FAULTS.items()}
     lines = content.removesuffix(b"\n").split(b"\n")
     assert len(lines) == len(DOCUMENTS) + sum(planted.values())
     reasons = {"blank": 0, "bad": 0}
