@@ -20,7 +20,7 @@ OUTPUT_FORMATS = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "json")
 URL_FORMATS = ("txt", "txt.gz", "txt.zst")
 _DOCUMENT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".wet", ".warc")
 _ENDS_BESIDE = (DROPPED_SUFFIX, MARKER, JOURNAL, ".lock", ".bin", ".idx")
-_ENDS_UNFINISHED = (".partial", ".partial.0", ".partial.1", ".writing")  # of tokens, when `_check_finished` was passed
+_ENDS_UNFINISHED = (".partial", ".partial.0", ".partial.1", ".writing")  # of tokens, when no document is unfinished
 _NAMES_SHOWN = 5
 
 
@@ -54,17 +54,7 @@ def list_inputs(
                     f"--output {output} lies in the folder {flag} {value}: the next run would read it as an input. Choose an "
                     f"--output outside of that folder, or name the files for {flag}."
                 )
-            files = _files_in(value)
-            _check_finished(value, files, suffixes, flag)
-            found = [path for path in files if _is_known(path, suffixes)]
-            if not found:
-                raise ValueError(f"{flag} {value}: the folder holds no files of the kinds {kinds}")
-            others = (path for path in files if uncompressed_name(path).suffix not in suffixes)
-            if aside := [path for path in others if not (is_beside(path) or path.name.endswith(_ENDS_UNFINISHED))]:
-                names = ", ".join(str(path.relative_to(value)) for path in aside[:_NAMES_SHOWN])
-                more = ", ..." if len(aside) > _NAMES_SHOWN else ""
-                logger.warning("%s %s: left out %d files of other kinds: %s%s", flag, value, len(aside), names, more)
-            paths += found
+            paths += _documents_in(value, suffixes, kinds, flag)
         elif not value.is_file():
             raise FileNotFoundError(f"{flag} {value}: there is no such file or folder")
         elif not _is_known(value, suffixes):
@@ -82,6 +72,27 @@ def check_named_once(paths: Sequence[Path], flag: str = "--input") -> None:
         if path.resolve() in seen:
             raise ValueError(f"{flag} {path} is named twice: its documents would be, too")
         seen.add(path.resolve())
+
+
+def _documents_in(folder: Path, suffixes: Sequence[str], kinds: str, flag: str) -> list[Path]:
+    """The files of documents in a folder, none of which may be unfinished; a warning names the others."""
+    files = _files_in(folder)
+    for path in files:
+        record = path.with_name(path.name.removesuffix(JOURNAL))
+        if record != path and _is_known(record, suffixes):
+            raise ValueError(
+                f"{flag} {folder}: the step that makes {record} has not finished. Start it again, which goes on where it "
+                f"stopped; or delete {record}.* to do without."
+            )
+    found = [path for path in files if _is_known(path, suffixes)]
+    if not found:
+        raise ValueError(f"{flag} {folder}: the folder holds no files of the kinds {kinds}")
+    others = (path for path in files if uncompressed_name(path).suffix not in suffixes)
+    if aside := [path for path in others if not (is_beside(path) or path.name.endswith(_ENDS_UNFINISHED))]:
+        names = ", ".join(str(path.relative_to(folder)) for path in aside[:_NAMES_SHOWN])
+        more = ", ..." if len(aside) > _NAMES_SHOWN else ""
+        logger.warning("%s %s: left out %d files of other kinds: %s%s", flag, folder, len(aside), names, more)
+    return found
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -113,16 +124,6 @@ def _is_to_be_read(path: Path) -> bool:
         return stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:  # a broken link is for its reader to report
         return path.is_symlink()
-
-
-def _check_finished(folder: Path, files: Sequence[Path], suffixes: Sequence[str], flag: str) -> None:
-    for path in files:
-        record = path.with_name(path.name.removesuffix(JOURNAL))
-        if record != path and _is_known(record, suffixes):
-            raise ValueError(
-                f"{flag} {folder}: the step that makes {record} has not finished. Start it again, which goes on where it "
-                f"stopped; or delete {record}.* to do without."
-            )
 
 
 def _is_known(path: Path, suffixes: Sequence[str]) -> bool:
