@@ -96,7 +96,10 @@ def _documents_in(folder: Path, suffixes: Sequence[str], kinds: str, flag: str) 
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Sorted; also behind links to folders, and an OSError where a subfolder cannot be read: no document is lost silently."""
+    """Sorted; also behind links to folders, and an OSError where a subfolder cannot be read: no document is lost silently.
+
+    Without hidden folders, in which editors keep copies (.ipynb_checkpoints), as a pattern of a shell has it.
+    """
     roots = [folder.resolve()]  # and the targets of links that were followed
 
     def fail(error: OSError) -> NoReturn:
@@ -114,7 +117,7 @@ def _files_in(folder: Path) -> list[Path]:
 
     paths: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        folders[:] = [name for name in sorted(folders) if not leads_back(Path(parent, name))]
+        folders[:] = [name for name in sorted(folders) if name[0] != "." and not leads_back(Path(parent, name))]
         paths += (Path(parent, name) for name in names)
     return sorted(filter(_is_to_be_read, paths))
 

@@ -505,6 +505,9 @@ def test_other_files_of_a_folder_are_told(tmp_path, caplog):
     for name in ("d.jsonl.bz2", "e.JSONL", ".hidden", "a.jsonl.tmp0123abcd", *(f"x{i}.md" for i in range(4))):
         (tmp_path / "in" / name).touch()
     (tmp_path / "in" / "manifest.json").touch()
+    (tmp_path / "in" / ".ipynb_checkpoints").mkdir()
+    for name in ("a-checkpoint.jsonl", "y.md"):
+        (tmp_path / "in" / ".ipynb_checkpoints" / name).touch()
     assert len(list_inputs([tmp_path / "in"])) == 3
     assert "in: left out 6 files of other kinds: d.jsonl.bz2, e.JSONL, x0.md, x1.md, x2.md, ..." in caplog.text
 
