@@ -211,6 +211,25 @@ def test_parts_of_pages_keep_what_lies_beside_them_and_are_there_where_all_of_it
             assert torch.equal(values, want)
 
 
+def test_parts_beside_one_that_is_being_written_are_read_and_stay_read(tmp_path):
+    home, transport, others = gated_home(tmp_path)
+    vector = home.hold(torch.arange(3.0).repeat_interleave(NUMEL))
+    home.flush()
+    transport.events.list.clear()
+    transport.held.add("write")
+    vector.prefetch(0, NUMEL)
+    vector.prefetch(2 * NUMEL)
+    with vector.at_hand(NUMEL, 2 * NUMEL, reads=False, writes=True) as part:
+        part.fill_(7)
+    found = []
+    for start in (0, 2 * NUMEL, 0, 2 * NUMEL):  # read ahead, then again
+        with vector.at_hand(start, start + NUMEL) as part:
+            found.append(part[0].item())
+    reads = [event for event in transport.events.list if event[0] == "read" and event[2] == "starts"]
+    transport.let_all_go()
+    assert found == [0, 2, 0, 2] and len(reads) == 4
+
+
 def test_who_reads_more_than_was_written_waits_for_the_write(tmp_path):
     make, made = gated()
     home = NvmeHome(SwapFile(tmp_path, 0, transport=make), 3 * PAGE, 6)
