@@ -220,20 +220,20 @@ def test_after_a_failed_write_every_use_of_the_file_tells_that_error_again(tmp_p
         region, other, data = swap.allocate(2 * PAGE), swap.allocate(2 * PAGE), random_pages(2 * PAGE)
         swap.write(other, data).wait()
         swap.raise_failure()
-        made[0].failing = {("write", 0): BROKEN_DRIVE, ("write", other.offset): errno.ENOSPC}
+        made[0].failing = {("write", 0): errno.ENOSPC, ("write", other.offset): BROKEN_DRIVE}
         made[0].held = {"write"}
         write, later = swap.write(region, data), swap.write(other, data)
         made[0].let_go("write", 0)
         with pytest.raises(OSError, match=f"rank 3: write of {2 * PAGE} bytes at offset 0") as first:
             write.wait()
         made[0].let_all_go()
-        assert later.error().errno == errno.ENOSPC
+        assert later.error().errno == BROKEN_DRIVE
         made[0].failing.clear()
         uses = [lambda: swap.read(region, data), lambda: swap.write(region, data), lambda: swap.read(other, data)]
         for use in (*uses, swap.raise_failure):
             with pytest.raises(OSError, match="nothing more is read or written: resume from a checkpoint") as again:
                 use()
-            assert (again.value.errno, str(again.value)) == (BROKEN_DRIVE, str(first.value))
+            assert (again.value.errno, str(again.value)) == (errno.ENOSPC, str(first.value))
         swap.free(region)
 
 
