@@ -211,23 +211,24 @@ def test_parts_of_pages_keep_what_lies_beside_them_and_are_there_where_all_of_it
             assert torch.equal(values, want)
 
 
-def test_parts_beside_one_that_is_being_written_are_read_and_stay_read(tmp_path):
+def test_parts_beside_others_that_are_being_written_are_written_and_read_and_stay_read(tmp_path):
     home, transport, others = gated_home(tmp_path)
-    vector = home.hold(torch.arange(3.0).repeat_interleave(NUMEL))
+    vector = home.hold(torch.arange(4.0).repeat_interleave(NUMEL))
     home.flush()
     transport.events.list.clear()
     transport.held.add("write")
     vector.prefetch(0, NUMEL)
-    vector.prefetch(2 * NUMEL)
-    with vector.at_hand(NUMEL, 2 * NUMEL, reads=False, writes=True) as part:
-        part.fill_(7)
+    vector.prefetch(3 * NUMEL)
+    for start in (NUMEL, 2 * NUMEL):
+        with vector.at_hand(start, start + NUMEL, reads=False, writes=True) as part:
+            part.fill_(7)
     found = []
-    for start in (0, 2 * NUMEL, 0, 2 * NUMEL):  # read ahead, then again
+    for start in (0, 3 * NUMEL, 0, 3 * NUMEL):  # read ahead, then again
         with vector.at_hand(start, start + NUMEL) as part:
             found.append(part[0].item())
     reads = [event for event in transport.events.list if event[0] == "read" and event[2] == "starts"]
     transport.let_all_go()
-    assert found == [0, 2, 0, 2] and len(reads) == 4
+    assert found == [0, 3, 0, 3] and len(reads) == 4
 
 
 def test_who_reads_more_than_was_written_waits_for_the_write(tmp_path):
