@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -93,15 +94,12 @@ def test_every_thread_that_flushes_waits_for_the_same_write(tmp_path):
     home, transport, vectors = gated_home(tmp_path)
     transport.held.add("write")
     update(vectors[:1])
-    threads = [threading.Thread(target=home.flush) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-        thread.join(0.1)
-    assert all(thread.is_alive() for thread in threads)
-    transport.let_all_go()
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-        assert not thread.is_alive()
+    with ThreadPoolExecutor(2) as threads:
+        flushes = [threads.submit(home.flush) for _ in range(2)]
+        assert not wait(flushes, 0.1).done
+        transport.let_all_go()
+        for flush in flushes:
+            flush.result(TIMEOUT_S)
     assert values_of(vectors)[0] == 10
 
 
@@ -199,10 +197,14 @@ def test_a_vector_that_is_dropped_goes_at_once_and_its_place_when_it_has_been_wr
     assert home.swap.nbytes == size + PAGE
 
 
+@pytest.mark.parametrize("pages", [1, 3], ids="buffers of {} pages".format)
 @pytest.mark.parametrize("start, stop", [(5, NUMEL + 7), (5, 2 * NUMEL), (NUMEL, NUMEL + 7)])
-def test_parts_of_pages_keep_what_lies_beside_them_and_are_there_where_all_of_it_was_read_ahead(tmp_path, start, stop):
+def test_parts_of_pages_keep_what_lies_beside_them_and_are_there_where_all_of_it_was_read_ahead(
+    tmp_path, start, stop, pages
+):
     with SwapFile(tmp_path, 0) as swap:
-        vector, want = home_of(swap).hold(torch.arange(3.0 * NUMEL)), torch.arange(3.0 * NUMEL)
+        home, want = NvmeHome(swap, pages * PAGE, 6), torch.arange(3.0 * NUMEL)
+        vector = home.hold(want)
         vector.prefetch()
         with vector.at_hand(start, stop, reads=False, writes=True) as part:
             part.fill_(-1)
@@ -242,6 +244,17 @@ def test_who_reads_more_than_was_written_waits_for_the_write(tmp_path):
     threading.Timer(0.1, made[0].let_all_go).start()
     with vector.at_hand() as values:
         assert values.view(3, NUMEL).sum(1).tolist() == [0, NUMEL, 0]
+
+
+def test_nothing_is_read_or_written_of_an_empty_part(tmp_path):
+    home, transport, vectors = gated_home(tmp_path)
+    for vector, place in ((home.hold(torch.empty(0)), (0, None)), (vectors[0], (5, 5))):
+        vector.prefetch(*place)
+        with vector.at_hand(*place, writes=True) as part:
+            assert part.shape == (0,) and part.dtype == torch.float32
+        vector.free()
+    home.flush()
+    assert not transport.events.list
 
 
 def test_a_vector_is_here_when_all_of_it_has_been_read(tmp_path):
