@@ -35,7 +35,7 @@ from megazero.texts import read_text
 from tests.bad_disks import failing, fails, largest_file
 
 
-@pytest.mark.parametrize("hard", [resource.RLIM_INFINITY, 1 << 20])
+@pytest.mark.parametrize("hard", [resource.RLIM_INFINITY, 1 << 20, 5000])
 @pytest.mark.parametrize("allowed, raised", [(1 << 20, 1 << 16), (61440, 1 << 15), (10240, 1 << 13), (200, 256)])
 def test_open_files_are_raised_as_far_as_the_kernel_allows(hard, allowed, raised, monkeypatch):
     """macOS refuses more than its kern.maxfilesperproc, although the hard limit is "unlimited"."""
@@ -49,7 +49,7 @@ def test_open_files_are_raised_as_far_as_the_kernel_allows(hard, allowed, raised
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", set_limits)
     allow_many_files()
-    assert limits[-1] == (raised, hard)
+    assert limits[-1] == (raised if hard == resource.RLIM_INFINITY else min(raised, hard), hard)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +105,19 @@ def test_where_folders_cannot_be_synced_files_are_written_all_the_same(tmp_path,
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(number, os.strerror(number))
 
+    def lowest_free_descriptor():
+        os.close(descriptor := os.dup(0))
+        return descriptor
+
     monkeypatch.setattr(os, "fsync", fsync)
+    free = lowest_free_descriptor()
     for number in (errno.EINVAL, errno.ENOTSUP):
         write_json(tmp_path / "f", number)
         assert (tmp_path / "f").read_text() == f"{number}\n"
     number = errno.EIO
     with pytest.raises(OSError, match=f"{os.strerror(errno.EIO)}: '{tmp_path}'"):
         write_json(tmp_path / "f", number)
+    assert lowest_free_descriptor() == free, "no folder stays open"
 
 
 def test_a_file_that_cannot_be_locked_is_named(tmp_path, monkeypatch):
@@ -124,6 +130,10 @@ def test_a_file_that_cannot_be_written_or_synced_is_named(tmp_path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: os.pwrite(-1, b"", 0))
         with pytest.raises(OSError, match=f"Bad file descriptor: '{tmp_path}/f'"):
+            write_whole(tmp_path / "f", b"a")
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", fails)
+        with pytest.raises(OSError, match="Input/output error"):
             write_whole(tmp_path / "f", b"a")
     for nbytes in (1 << 19, 1 << 10):  # in a call of its own, and from the file's buffer
         with largest_file(1 << 9), pytest.raises(OSError, match=f"File too large: '{tmp_path}/f'"):
