@@ -190,7 +190,7 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):  # shares that keep open files in their places; who comes next locks what is left
-            path.unlink(missing_ok=True)
+            path.unlink()
         file.close()
 
 
