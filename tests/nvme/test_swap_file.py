@@ -138,12 +138,12 @@ def test_freed_space_is_used_again(tmp_path):
 def test_freed_space_is_not_used_while_something_is_under_way_there(tmp_path):
     make, made = gated()
     with SwapFile(tmp_path, 0, transport=make) as swap:
-        region, data = swap.allocate(PAGE), random_pages(PAGE)
+        region, idle, data = swap.allocate(PAGE), swap.allocate(PAGE), random_pages(PAGE)
         made[0].held = {"write"}
         writes = [swap.write(region, data), swap.write(region, data)]
+        swap.free(idle)
         swap.free(region)
-        other = swap.allocate(PAGE)
-        assert other.offset == PAGE
+        assert swap.allocate(PAGE) == idle and swap.allocate(PAGE).offset == 2 * PAGE
         made[0].let_all_go()
         for write in writes:
             write.wait()
