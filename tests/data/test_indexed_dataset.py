@@ -70,14 +70,14 @@ def chunk(request, monkeypatch):
 
 
 def test_writer_equals_the_hand_made_file(tmp_path, chunk):
-    with IndexedDatasetWriter(tmp_path / "new" / "w", np.uint16) as writer:
+    with IndexedDatasetWriter(tmp_path / "new" / "one" / "w", np.uint16) as writer:
         writer.add_sequence(TOKENS[0])
         writer.add_sequence(np.array(TOKENS[1]))
         writer.end_document()
         writer.add_document(TOKENS[2])
-    assert (tmp_path / "new" / "w.bin").read_bytes() == GOLDEN_BIN
-    assert (tmp_path / "new" / "w.idx").read_bytes() == GOLDEN_IDX
-    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["w.bin", "w.idx"]
+    assert (tmp_path / "new" / "one" / "w.bin").read_bytes() == GOLDEN_BIN
+    assert (tmp_path / "new" / "one" / "w.idx").read_bytes() == GOLDEN_IDX
+    assert sorted(p.name for p in (tmp_path / "new" / "one").iterdir()) == ["w.bin", "w.idx"]
 
 
 def test_reader_reads_the_hand_made_file(golden):
@@ -88,8 +88,15 @@ def test_reader_reads_the_hand_made_file(golden):
     assert data.get(0, offset=1).tolist() == [2, 65535]
     assert data.get(0, 1, 1).tolist() == [2]
     assert data.get(2, 2).tolist() == []
+    assert data.token_starts(np.array([3, 1, 0])).tolist() == [6, 3, 0]
     assert not data.get(0).flags.writeable
     assert pickle.loads(pickle.dumps(data)).get(2).tolist() == [9, 10]
+
+
+def test_the_range_of_tokens_is_that_of_all_pieces_that_are_read(tmp_path):
+    with IndexedDatasetWriter(tmp_path / "w", np.uint8) as writer:
+        writer.add_document(np.frombuffer(bytes([2]) + bytes([5]) * (1 << 24) + bytes([3, 9]), np.uint8))
+    assert IndexedDataset(tmp_path / "w").token_range() == (2, 9)
 
 
 @pytest.mark.parametrize("code, dtype", [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
@@ -183,7 +190,7 @@ def test_what_cannot_be_written_or_synced_is_named_before_anything_has_changed(g
     assert sorted(p.name for p in golden.parent.iterdir()) == ["g.bin", "g.idx"] and len(IndexedDataset(golden)) == 3
 
 
-@pytest.mark.parametrize("tokens", [[65536], [-1], np.array([1.5]), np.array([70000]), [[1, 2]]])
+@pytest.mark.parametrize("tokens", [[0, 65536], [0, -1], np.array([1.5]), np.array([70000]), [[1, 2]]])
 def test_tokens_that_do_not_fit_are_refused(tmp_path, tokens):
     with pytest.raises(ValueError, match="do not fit uint16|not integers|not one sequence"):
         with IndexedDatasetWriter(tmp_path / "w", np.uint16) as writer:
