@@ -113,6 +113,10 @@ def test_other_weights_or_more_samples_are_another_order_in_the_cache(tmp_path, 
     assert np.array_equal(order.dataset_index, blend_indices(weights, num_samples)[0])
 
 
+def test_a_dataset_whose_first_sample_is_due_later_gives_none():
+    assert BlendOrder([100.0, 1.0], 20, "valid").counts == [20, 0]
+
+
 def test_too_short_datasets_are_refused(tmp_path):
     short = make_blend(tmp_path, None).datasets
     with pytest.raises(ValueError, match="samples, the blend needs 25 of it"):
