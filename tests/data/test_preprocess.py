@@ -60,7 +60,9 @@ def test_blocks_are_whole_lines_from_any_start(tmp_path_factory, lines, block_by
     assert [block.start for block in blocks] == [0, *(block.stop for block in blocks)][: len(blocks)]
     if blocks:
         begin = data.draw(st.sampled_from(blocks)).start
-        rest = read_blocks(path, block_bytes, begin, max_line_bytes=limit)
+        rest = list(read_blocks(path, block_bytes, begin, max_line_bytes=limit))
+        assert sum(block.disk_bytes for block in blocks) == path.stat().st_size
+        assert packed or sum(block.disk_bytes for block in rest) == len(text) - begin
         assert [(b.start, b.stop) for b in rest] == [(b.start, b.stop) for b in blocks if b.start >= begin]
         assert b"".join(block.read() for block in read_blocks(path, 7, begin)) == text[begin:]
 
