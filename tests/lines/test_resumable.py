@@ -8,6 +8,7 @@ import os
 import pickle
 import resource
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -96,6 +97,19 @@ def test_an_output_that_cannot_be_written_or_synced_is_named(tmp_path, monkeypat
     with pytest.raises(OSError, match=f"Input/output error: '{stopped.paths[0]}'"):
         stopped.commit()
     stopped.close()
+
+
+def test_a_commit_is_made_when_the_one_before_is_old_enough(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(partial_shard, "time", clock)
+    (shard,) = shards_of(tmp_path, ["a\n"])
+    running, committed = PartialShard(shard, "key"), []
+    for clock.now in range(1, 5):
+        running.append(b"a", b"")
+        running.commit(interval_s=2)
+        committed.append(json.loads((tmp_path / "0.out.partial.json").read_bytes())["sizes"][0])
+    running.close()
+    assert committed == [0, 2, 2, 4]
 
 
 @pytest.mark.parametrize("part", ["position", "counts"])
