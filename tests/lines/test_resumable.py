@@ -16,7 +16,7 @@ from megazero.lines import partial_shard
 from megazero.lines.partial_shard import PartialShard, Shard
 from megazero.lines.progress import Progress
 from megazero.lines.results import BlockResult, Counts
-from megazero.lines.resumable import WorkOptions, fill
+from megazero.lines.resumable import WorkOptions, fill, useful_workers
 from tests.bad_disks import fails, full, largest_file
 
 
@@ -75,6 +75,12 @@ def test_more_empty_shards_in_a_row_than_a_process_may_have_open_by_default(tmp_
         assert filled(shards_of(tmp_path, *[[""]] * 60, ["a\n"]), copied) == [*[b""] * 60, b"a\n"]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("sizes, workers", [([], 1), ([0], 1), ([8], 2), ([5, 4], 3), ([80], 9)], ids=str)
+def test_there_are_no_more_workers_than_blocks(tmp_path, sizes, workers):
+    (shard,) = shards_of(tmp_path, ["a" * size for size in sizes])
+    assert useful_workers(shard.inputs, block_bytes=4, most=9) == workers
 
 
 @pytest.mark.parametrize("name", ["_cut", "write_whole"])
