@@ -110,7 +110,7 @@ def _hash_piece(piece: tuple[str, int]) -> bytes:
     with file_named(Path(path)), open(path, "rb", buffering=0) as file:
         file.seek(start)
         left = _PIECE_BYTES
-        while left and (count := file.readinto(memoryview(buffer)[: min(left, _READ_BYTES)])):
+        while count := file.readinto(memoryview(buffer)[: min(left, _READ_BYTES)]):  # 0 at the end of file or piece
             digest.update(memoryview(buffer)[:count])
             left -= count
     return digest.digest()
