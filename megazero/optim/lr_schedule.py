@@ -107,11 +107,12 @@ class AnnealingLR(LRSchedule):
         if style == "WSD":
             return self._wsd_at(num_steps)
         done = min(num_steps - self.warmup_iters, self.decay_iters)
-        if style == "linear":
-            lr = lr * (self.decay_iters - done) / self.decay_iters
-        elif style == "cosine":
-            lr = lr / 2 * (math.cos(math.pi * done / self.decay_iters) + 1)
-        return max(lr, self.config.min_lr)
+        rates = {
+            "constant": lr,
+            "linear": lr * (self.decay_iters - done) / self.decay_iters,
+            "cosine": lr / 2 * (math.cos(math.pi * done / self.decay_iters) + 1),
+        }
+        return max(rates[style], self.config.min_lr)
 
     def _wsd_at(self, num_steps: int) -> float:
         lr, least, iters = self.config.lr, self.config.min_lr, self.config.lr_wsd_decay_iters

@@ -10,6 +10,8 @@ import torch
 from megazero.arguments import load_config
 from megazero.optim.lr_schedule import AnnealingLR, LRScheduleConfig
 
+FIELDS = LRScheduleConfig.__dataclass_fields__
+
 
 def schedule(train_iters: int = 100, **settings) -> AnnealingLR:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
@@ -56,8 +58,9 @@ def test_linear_and_cosine_decay_divide_by_the_whole_decay_length():
     )
 
 
-def test_decay_ends_at_the_minimum_and_stays():
-    got = rates(schedule(warmup=0.0, lr_decay_style="cosine", lr_decay_iters=10, min_lr=0.125), 40)
+@pytest.mark.parametrize("style", sorted(set(FIELDS["lr_decay_style"].metadata["choices"]) - {"constant", "WSD"}))
+def test_decay_ends_at_the_minimum_and_stays(style):
+    got = rates(schedule(warmup=0.0, lr_decay_style=style, lr_decay_iters=10, min_lr=0.125), 40)
     assert min(got) == 0.125 and got[-1] == 0.125
 
 
