@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megazero.optim.lr_schedule import LRScheduleConfig
-from megazero.optim.optimizers import OptimizerConfig, optimizer_by_name
+from megazero.optim.optimizers import TORCH_ELEMENTWISE, OptimizerConfig, optimizer_by_name
 
 
 def make(type: str, **params) -> torch.optim.Optimizer:
@@ -49,9 +49,16 @@ def test_torch_adam_has_torchs_defaults(adam_w_mode, expected):
     assert optimizer.param_groups[0]["weight_decay"] == (0.01 if adam_w_mode else 0)
 
 
-@pytest.mark.parametrize("name, expected", [("Adagrad", "Adagrad"), ("sgd", "SGD"), ("RMSProp", "RMSprop")])
-def test_other_names_are_torchs_classes(name, expected):
-    assert type(make(name, lr=0.1)).__name__ == expected
+@pytest.mark.parametrize("kind", [kind for kind in TORCH_ELEMENTWISE if kind is not torch.optim.Adam])
+def test_other_names_are_of_the_classes_of_that_name_in_any_case(kind):
+    assert type(make(kind.__name__.swapcase(), lr=0.1)) is kind
+
+
+def test_every_choice_of_the_flag_makes_an_optimizer_of_its_own():
+    choices = set(OptimizerConfig.__dataclass_fields__["optimizer"].metadata["choices"]) - {"apex-adamw"}  # a package
+    group = {"params": [torch.zeros(1, requires_grad=True)]}
+    kinds = {name: type(OptimizerConfig(optimizer=name).factory()([group])) for name in choices}
+    assert len(set(kinds.values())) == len(choices), f"OptimizerConfig.factory makes one for several names: {kinds}"
 
 
 def test_an_optimizers_own_options_are_taken():
