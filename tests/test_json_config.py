@@ -19,8 +19,10 @@ import torch
 from megazero.arguments import load_config
 from megazero.job import build_schedule
 from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_config
+from megazero.json_config.config import ZERO, ZERO_FIELDS
 from megazero.json_config.old_forms import DISABLED_ONLY
-from megazero.json_config.schema import default_of, every_key, show
+from megazero.json_config.schema import IF_GIVEN, OBEYED, default_of, every_key, show
+from megazero.json_config.sections import CHECKPOINTING, CHECKPOINTING_FIELDS
 from megazero.json_source import parse_json, strip_comments
 from megazero.nvme import PAGE
 from megazero.zero.config import ZeroConfig
@@ -597,6 +599,16 @@ def test_nothing_of_nvme_has_an_effect_without_it_and_all_has_with_it(tmp_path):
     for name, more in ("offload_param", {}), ("offload_optimizer", {"pipeline_read": False, "pipeline_write": False}):
         config = load(**document, zero_optimization={"stage": 3, name: {**home, **more}})
         assert config.idle == set() and "without effect" not in config.describe()
+
+
+def test_every_key_of_zero_and_of_checkpointing_that_is_obeyed_sets_a_field():
+    homes, of_both = ("offload_optimizer", "offload_param"), ("nvme_path", "pin_memory")
+    elsewhere = {f"{ZERO}.{home}.{key}" for home in homes for key in of_both}
+    elsewhere |= {f"{ZERO}.stage3_gather_16bit_weights_on_model_save"}
+    read = elsewhere | ZERO_FIELDS.keys() | {f"{CHECKPOINTING}.{key}" for key in CHECKPOINTING_FIELDS}
+    obeyed = {path for path, f in every_key(JsonConfig) if f.metadata["effect"] in (OBEYED, IF_GIVEN)}
+    idle = {path for path in obeyed if path.startswith((f"{ZERO}.", "aio.", f"{CHECKPOINTING}."))} - read
+    assert not idle, "ZERO_FIELDS (json_config/config.py) or CHECKPOINTING_FIELDS (sections.py) has a key's field"
 
 
 def test_what_always_happens_is_accepted_and_its_contrary_warned_of(caplog):
