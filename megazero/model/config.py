@@ -83,6 +83,7 @@ class GPT2Config:
     sequence_parallel: bool = option(
         False, "split norms, dropout and residuals along the sequence, over the model-parallel ranks"
     )
+    # Kernels of the same norm. Another norm makes another model, and is a field of its own.
     layernorm: Literal["torch", "apex"] = option(
         "torch",
         "layer norm kernel; apex needs NVIDIA apex (not the package of that name on PyPI)",

@@ -15,6 +15,7 @@ from megazero.model.cache import KeyValueCache
 from megazero.model.config import SEEN_IN_SHAPES, UNSEEN_IN_SHAPES, GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.huggingface import config_to_huggingface
+from megazero.model.norm import build_layernorm
 from megazero.plan import Shape, plan_activations
 from tests.model.plain_gpt2 import PlainGPT2, load_same, random_tokens, randomize
 from tests.model.test_gpt2 import assert_same_gradients
@@ -100,7 +101,7 @@ OTHERS = {
 
 def test_what_makes_another_model_is_compared_on_resume_kept_for_inference_and_told_to_hugging_face(one_rank):
     unsorted = {field.name for field in fields(GPT2Config)} ^ {*ALIKE, *TESTED_ELSEWHERE, *OTHERS}
-    assert not unsorted, "do they make another model of the same weights?"
+    assert not unsorted, "OTHERS has what makes another model of the same weights, ALIKE what does not"
     config = GPT2Config(**ODD)
     for name, value in OTHERS.items():
         other = replace(config, **{name: value})
@@ -276,6 +277,18 @@ def test_a_sequence_longer_than_the_positions_is_refused(one_rank):
     )
     with pytest.raises(ValueError, match="7 tokens .*--max-position-embeddings 6"):
         model(torch.zeros(1, 7, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("kernel", GPT2Config.__dataclass_fields__["layernorm"].metadata["choices"])
+def test_every_kernel_computes_the_same_layernorm(kernel):
+    """Another norm makes another model: a field of its own, in OTHERS."""
+    if kernel == "apex":
+        pytest.importorskip("apex.normalization")
+    norm, x = build_layernorm(GPT2Config(**ODD, layernorm=kernel)), torch.randn(3, 12)
+    randomize(norm)
+    same = nn.LayerNorm(12, 1e-5)
+    same.load_state_dict(norm.state_dict())
+    assert_close(norm(x), same(x))
 
 
 def test_apex_layernorm_without_apex_says_so(one_rank):
