@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from data_tools import registry
 from data_tools.inputs import OUTPUT_FORMATS, URL_FORMATS, list_inputs
 from tests.bad_disks import largest_file
 from tests.data_tools.every_step import STEPS, TEXT_STEPS, lines_of, prepare
@@ -51,6 +52,11 @@ def outputs_of(case):
 
 def without_outputs(case):
     return not any(Path(name).exists() for name in case.outputs)
+
+
+def test_every_step_is_here_but_those_that_make_no_files_of_an_input():
+    unlike = STEPS.keys() ^ registry.STEPS.keys() ^ {"inspect", "sample_corpus", "run"}
+    assert not unlike, "tests/data_tools/every_step.py has a case of each step of data_tools/registry.py"
 
 
 @pytest.mark.parametrize("step", TEXT_STEPS)
