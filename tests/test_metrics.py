@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from megazero.metrics import MetricsWriter, StepReport, by_section, plot_losses
 from tests.tiny import logged
 
+ROOT = Path(__file__).parent.parent
 NUMBERS = {
     "step_s": 0.5,
     "lr": 1e-3,
@@ -37,6 +39,14 @@ def test_every_number_of_a_report_is_a_scalar_of_its_name_unless_it_is_not_known
     known = {**NUMBERS, "mfu": 0.5, "time_s/forward": 0.125}
     assert StepReport(**NUMBERS, mfu=0.5, **rest).scalars() == known
     assert _WithOneMore(**NUMBERS, mfu=0.5, **rest).scalars() == {**known, "param_norm": 7.0}
+
+
+def test_the_page_about_the_log_shows_a_line_as_it_is():
+    def words(text: str) -> str:
+        return " ".join(re.sub(r"\d[\d.:E+-]*", "N", text).split())
+
+    line = StepReport(**NUMBERS, mfu=None, iteration=2, train_iters=8, phases_s={}).line()
+    assert words(line) in words((ROOT / "docs" / "training.md").read_text()), f"docs/training.md lacks {line}"
 
 
 def test_phases_are_told_in_megatrons_order_and_a_scripts_own_after_them():
