@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import get_type_hints
 
+import pytest
 import torch
 
+from data_tools.registry import ALIASES, STEPS
 from megazero.arguments import config_of, make_parser, parse
 from megazero.config import Config
 from megazero.plan import Setup, plan_job
@@ -170,6 +173,17 @@ def test_the_architecture_page_names_every_module_of_the_library():
             assert path.stem in named, f"docs/architecture.md does not say what {path.relative_to(library)} is"
     for package in whole:
         assert package in named, f"docs/architecture.md does not say what {package}/ is"
+
+
+@pytest.mark.parametrize("package", ["megazero/checkpoint", "megazero/data", "megazero/lines", "data_tools"])
+def test_a_package_with_a_list_of_its_own_names_every_file(package):
+    folder = README.parent / package
+    listed = re.findall(r"`([\w*]+)`", ast.get_docstring(ast.parse((folder / "__init__.py").read_text())))
+    listed += ["__init__", "__main__", *ALIASES, *(module.split(".")[1] for module in STEPS.values())]
+    for path in folder.glob("*.py"):
+        assert any(fnmatch(path.stem, name) for name in listed), (
+            f"{package}/__init__.py does not say what {path.name} is"
+        )
 
 
 def test_the_architecture_page_names_every_private_part_of_torch_that_is_used():
