@@ -163,7 +163,6 @@ def test_the_architecture_page_names_every_module_of_the_library():
         "runner",
         "checkpoint",
         "compat",
-        "json_config",
         "utils",
         "ops",
     }  # small, or with a list of their own
