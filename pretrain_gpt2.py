@@ -85,7 +85,7 @@ def check(world_size: int) -> tuple[Config, Tokenizer]:
     for folder in config.swap_folders:
         check_folder(folder)
     tokenizer = build_tokenizer_from(config.data)
-    trains = not sees_something_to_load(config.checkpoint)  # else its training may be over
+    trains = config.checkpoint.finetune or not sees_something_to_load(config.checkpoint)  # else the run may be over
     check_data(config.data, tokenizer, trains=trains, evaluates=config.training.eval_iters > 0)
     return config, tokenizer
 

@@ -150,6 +150,16 @@ def test_a_save_that_cannot_be_written_is_refused_before_the_ranks_start(tmp_pat
         pretrain_gpt2.check(1)
 
 
+def test_weights_to_start_over_from_need_data_before_the_ranks_start(corpus, tmp_path, monkeypatch):
+    (tmp_path / "global_step3").mkdir()
+    (tmp_path / "global_step3" / "index.json").touch()
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt2.py", *FLAGS, *corpus[2:], "--load", str(tmp_path)])
+    pretrain_gpt2.check(1)  # what it continues may be over
+    monkeypatch.setattr("sys.argv", [*sys.argv, "--finetune"])
+    with pytest.raises(ValueError, match="The training split is empty: give --train-data"):
+        pretrain_gpt2.check(1)
+
+
 UNCHECKED = """
 import pretrain_gpt2
 from megazero.entry import run_script
