@@ -120,8 +120,8 @@ def _tokenizer(config: InferenceConfig, client: dict[str, Any], path: Path) -> T
             f"{path} was not saved by the training job, so it does not say where its vocabulary is. Give --vocab-file and "
             "--merge-file, or --tokenizer-path."
         )
-    files = {"tokenizer_type": saved.get("tokenizer_type", "GPT2BPETokenizer"), **given} if given else saved
-    tokenizer = build_tokenizer(**files)
+    files = given if given.keys() - {"tokenizer_type"} else {**saved, **given}  # they go together
+    tokenizer = build_tokenizer(**{"tokenizer_type": saved.get("tokenizer_type", "GPT2BPETokenizer"), **files})
     refuse_other_vocabulary(tokenizer, client.get("tokenizer_sha256", tokenizer.sha256), path)
     return tokenizer
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from evaluate_gpt2 import EvaluationConfig
 from generate_samples import SampleConfig, continuation
-from megazero import mpu
+from megazero import inference, mpu
 from megazero.arguments import load_components
 from megazero.data.tokenizer import build_tokenizer
 from megazero.evaluation import ending_accuracy, last_word_accuracy, sliding_window_perplexity, sliding_windows
@@ -345,6 +345,17 @@ def test_the_flags_of_launchers_and_megatrons_script_are_taken_and_those_of_anot
     refuse_other_model(config, GPT2Config(**sizes, max_position_embeddings=64), tmp_path)
     with pytest.raises(ValueError, match=r"is not one of --max-position-embeddings 64 \(it has 128\)\. Drop"):
         refuse_other_model(config, GPT2Config(**sizes, max_position_embeddings=128), tmp_path)
+
+
+@pytest.mark.parametrize("flags", [{}, {"tokenizer_type": "SentencePieceTokenizer"}, {"tokenizer_path": "other.model"}])
+def test_the_vocabulary_is_the_jobs_unless_flags_name_another_file(tmp_path, monkeypatch, flags):
+    monkeypatch.chdir(tmp_path)
+    saved = {"tokenizer_type": "SentencePieceTokenizer", "vocab_file": None, "tokenizer_path": "job.model"}
+    for name, prefix in (("job.model", True), ("other.model", False)):
+        make_sentencepiece(tmp_path / name, add_dummy_prefix=prefix)
+    tokenizer = inference._tokenizer(InferenceConfig(load="DIR", **flags), {"tokenizer": saved}, tmp_path)
+    wanted = build_tokenizer(**{**saved, **flags})
+    assert tokenizer.sha256 == wanted.sha256
 
 
 def test_a_line_of_the_prompts_ends_where_the_files_line_ends(tmp_path):
