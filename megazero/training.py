@@ -119,11 +119,11 @@ def pretrain(
     metrics = comm.together(partial(metrics_writer, job))
     logger.info("%s", config.describe())
     logger.info("%s", describe_start(job))
-    if train is None and job.iteration < flags.train_iters:
-        raise ValueError(NO_TRAINING_DATA)
     if train is not None:
         warn_of_other_corpora(job, train.corpora)
     if job.iteration < flags.train_iters:
+        if train is None:
+            raise ValueError(NO_TRAINING_DATA)
         job.stop.take_signals()  # not earlier: tokenizing the data may take hours
         with progress_bar(job) as bar, tells_out_of_memory(config, job):
             _train(job, metrics, train, valid, bar)
