@@ -153,7 +153,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
     iterator = batches(job, train, "training", flags.batch_size, job.consumed_samples, job.accumulation_steps)
     job.engine.train()
     interval: list[float] = []
-    saved_at, logged_at, start = job.iteration, job.consumed_samples, time.perf_counter()
+    logged_at, start = job.consumed_samples, time.perf_counter()
     watch: MemoryWatch | None = MemoryWatch(job.engine, job.device.type)
     profiler = step_profiler(job)
     stop: str | None = None
@@ -179,7 +179,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
             save(job)
             if not stop and _ask_to_stop(job).read():
                 stop = _why_stop(job)
-            saved_at, start = job.iteration, start + time.perf_counter() - begin
+            start += time.perf_counter() - begin
         is_exit = flags.exit_interval and job.iteration % flags.exit_interval == 0 and job.iteration < flags.train_iters
         if is_exit:
             stop = f"--exit-interval {flags.exit_interval}"
@@ -187,7 +187,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
             job.is_cut = not is_exit
             logger.info("stopping after iteration %d: %s", job.iteration, stop)
     profiler.finish(job.iteration)
-    if config.checkpoint.save and (has_failed_to_save(job) or saved_at != job.iteration):
+    if config.checkpoint.save and (has_failed_to_save(job) or job.iteration % config.checkpoint.save_interval):
         save(job, is_last=True)
 
 
