@@ -169,17 +169,14 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
         if job.iteration % flags.log_interval == 0:
             log_step(job, metrics, interval, job.consumed_samples - logged_at, time.perf_counter() - start)
             interval, logged_at, start = [], job.consumed_samples, time.perf_counter()
-        is_evaluated = job.iteration % flags.eval_interval == 0 and job.iteration < flags.train_iters
-        if is_evaluated and not stop:
-            begin = time.perf_counter()
+        paused = time.perf_counter()
+        if not stop and job.iteration % flags.eval_interval == 0 and job.iteration < flags.train_iters:
             stop = evaluate_and_log(job, metrics, valid, "valid", f"iteration {job.iteration}")
-            start += time.perf_counter() - begin  # logged step times cover training alone
         if config.checkpoint.save and job.iteration % config.checkpoint.save_interval == 0:
-            begin = time.perf_counter()
             save(job)
             if not stop and _ask_to_stop(job).read():
                 stop = _why_stop(job)
-            start += time.perf_counter() - begin
+        start += time.perf_counter() - paused  # logged step times cover training alone
         is_exit = flags.exit_interval and job.iteration % flags.exit_interval == 0 and job.iteration < flags.train_iters
         if is_exit:
             stop = f"--exit-interval {flags.exit_interval}"
