@@ -154,7 +154,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
     job.engine.train()
     interval: list[float] = []
     logged_at, start = job.consumed_samples, time.perf_counter()
-    watch: MemoryWatch | None = MemoryWatch(job.engine, job.device.type)
+    first, watch = job.iteration + 1, MemoryWatch(job.engine, job.device.type)
     profiler = step_profiler(job)
     stop: str | None = None
     while job.iteration < flags.train_iters and not stop:
@@ -163,9 +163,8 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
         interval.append(loss)
         bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
         bar.update()
-        if watch is not None:
+        if job.iteration == first:
             logger.info("%s", describe_memory(job, "memory after the first step", watch.stop()))
-            watch = None
         if job.iteration % flags.log_interval == 0:
             log_step(job, metrics, interval, job.consumed_samples - logged_at, time.perf_counter() - start)
             interval, logged_at, start = [], job.consumed_samples, time.perf_counter()
