@@ -134,9 +134,8 @@ def pretrain(
             flags.train_iters,
         )
     if not job.is_cut and job.iteration >= flags.train_iters:
-        for part, sets in (("valid", valid), ("test", test)):
-            if evaluate_and_log(job, metrics, sets, part, "the end of training"):
-                job.is_cut = True
+        parts = (("valid", valid), ("test", test))
+        job.is_cut = any(evaluate_and_log(job, metrics, sets, part, "the end of training") for part, sets in parts)
     _finish(job, metrics)
     # As late as possible: if a node joins, torchrun signals the ranks of all nodes, but not at the same moment.
     if job.is_cut and comm.is_left_by_nodes(job.stop.received is not None):

@@ -270,6 +270,7 @@ def test_signal_to_one_rank_ends_an_evaluation_on_all_ranks_without_another_step
     assert done.returncode == 0, output
     where = "iteration 2" if iters > 2 else "the end of training"
     assert f"no validation loss at {where}: another rank was signalled" in output and "LM PPL" not in output, output
+    assert "test loss" not in output, "no batch of the other part is evaluated, either"
     assert ("stopping after iteration 2: another rank was signalled" in output) == (iters > 2), output
     assert list(metrics(tmp_path)) == [1, 2] and (tmp_path / "latest").read_text() == "global_step2"
 
