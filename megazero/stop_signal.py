@@ -37,8 +37,11 @@ class StopSignal:
         self.received = signal.Signals(number).name
 
     def end_at(self, moment: float, limit: str) -> None:
-        """Sets a time limit: from `moment` of `time.monotonic()` on, this rank wants to end because of `limit`."""
-        self._end, self._limit = moment, limit
+        """Sets a time limit: from `moment` of `time.monotonic()` on, this rank wants to end because of `limit`.
+
+        Of several limits the earliest counts.
+        """
+        self._end, self._limit = min((self._end, self._limit), (moment, limit))
 
     @property
     def reason(self) -> str | None:

@@ -194,6 +194,13 @@ def test_a_run_ends_when_its_time_is_over_on_all_ranks_alike_and_goes_on(corpus,
     assert list(metrics(tmp_path)) == list(range(1, last + 3))
 
 
+def test_of_several_time_limits_the_earliest_counts():
+    stop = StopSignal()
+    stop.end_at(time.monotonic(), "now")
+    stop.end_at(time.monotonic() + 1000, "later")
+    assert stop.reason == "now"
+
+
 # Each becomes the SIGTERM that the launcher passes on (tests/test_runner.py).
 @pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGINT", "SIGUSR1"])
 def test_signal_finishes_the_step_saves_and_exits_zero(corpus, tmp_path, name):
