@@ -163,8 +163,10 @@ def test_a_lock_that_is_refused_as_some_systems_say_it_is_another_jobs(tmp_path,
     if not may_read:
         monkeypatch.setattr(os, "pread", failing(errno.EACCES))
     monkeypatch.setattr(folder, "PATIENCE_S", 0.3)
+    before = len(os.listdir("/dev/fd"))
     with pytest.raises(folder.DirectoryInUseError, match="another job"):
         folder.CheckpointFolder(tmp_path).claim()
+    assert len(os.listdir("/dev/fd")) == before
 
 
 @pytest.mark.parametrize(("number", "is_refused"), [(errno.EIO, True), (errno.ESTALE, True), (errno.ENOSYS, False)])
@@ -399,11 +401,13 @@ def test_a_directory_that_was_deleted_between_two_saves_is_made_again(world, tmp
 
 def test_keep_last_never_deletes_what_latest_names_and_counts_the_jobs_own_tags_only(world, tmp_path):
     engine = write_one(tmp_path)
-    engine.save_checkpoint(str(tmp_path), tag="best", save_latest=False, keep_last=1)
-    assert list_tags(tmp_path) == ["global_step1", "best"]
+    for options in ({"tag": "best"}, {}):
+        train(engine, 1)
+        engine.save_checkpoint(str(tmp_path), save_latest=False, keep_last=1, **options)
+    assert list_tags(tmp_path) == ["global_step1", "best", "global_step3"]
     train(engine, 1)
     engine.save_checkpoint(str(tmp_path), keep_last=1)
-    assert list_tags(tmp_path) == ["best", "global_step2"]
+    assert list_tags(tmp_path) == ["best", "global_step4"]
 
 
 def test_a_negative_keep_last_or_a_string_is_refused_and_deletes_nothing(world, tmp_path):
@@ -439,7 +443,8 @@ def test_leftovers_that_are_no_directories_are_no_obstacle(world, tmp_path):
         train(engine, 1)
         engine.save_checkpoint(str(tmp_path / "save"), keep_last=1)
     assert (tmp_path / "elsewhere" / "index.json").exists(), "what the user has put elsewhere is the user's"
-    assert latest_tag(tmp_path / "save") == "global_step3"
+    engine.wait_for_checkpoint()
+    assert latest_tag(tmp_path / "save") == "global_step3" and not list((tmp_path / "save").glob(".*.partial"))
 
 
 def test_what_cannot_be_deleted_is_no_obstacle(world, tmp_path, monkeypatch, caplog):
