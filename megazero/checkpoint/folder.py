@@ -76,7 +76,7 @@ class CheckpointFolder:
 
     def _take_lock(self) -> int:
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             self._acquire(lock)
         except BaseException:
