@@ -177,6 +177,10 @@ def other_rank(index):
     index["tensors"]["norm"]["pieces"][0][0] = 1
 
 
+def absurd_shape(index):
+    index["tensors"]["frozen"]["shape"] = [10**12, 2]
+
+
 def no_states(index):
     del index["tensors"]["norm"]["states"]
 
@@ -213,6 +217,7 @@ def version_of_the_future(index):
         (shift_piece, "malformed at norm: .* outside of the parameter or its files"),
         (same_bytes, "of norm and .* of norm overlap in it"),
         (other_rank, "malformed at norm: .* outside of the parameter"),
+        (absurd_shape, "malformed at frozen: .*larger than all files"),
         (no_states, "index.json is malformed.*'states'"),
         (no_weights, "malformed at norm: .*trained without master"),
         (no_kind, "malformed at norm: .*'Trained'"),
