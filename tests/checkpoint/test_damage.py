@@ -438,6 +438,14 @@ def negative(pieces: list) -> None:
     pieces[0][4][0] = -64
 
 
+def no_file(pieces: list) -> None:
+    pieces[0][3] = 2
+
+
+def no_integer(pieces: list) -> None:
+    pieces[0][1] = float(pieces[0][1])
+
+
 PIECES = {
     "overlap": stretch,
     "outside of the parameter": shift,
@@ -447,6 +455,8 @@ PIECES = {
     "beyond the file": beyond,
     "negative": negative,
     "empty": lambda pieces: pieces.append([pieces[-1][0], pieces[-1][2], *pieces[-1][2:]]),
+    "of no file": no_file,
+    "from no integer on": no_integer,
     "of no rank": lambda pieces: pieces.append([1, *pieces[0][1:]]),
 }
 

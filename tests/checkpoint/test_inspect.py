@@ -201,6 +201,14 @@ def other_file(index):
     index["files"]["../secret"] = index["files"].pop("rank_00003.safetensors")
 
 
+def unchecked_block(index):
+    index["files"]["rank_00003.safetensors"]["crc32"].pop()
+
+
+def fraction_of_a_byte(index):
+    index["files"]["rank_00003.safetensors"]["bytes"] -= 0.5
+
+
 def client_state_of_the_future(index):
     index["client_state"] = {"$": "hologram"}
 
@@ -223,6 +231,8 @@ def version_of_the_future(index):
         (no_kind, "malformed at norm: .*'Trained'"),
         (aliases_of_nothing, "index.json is malformed at aliases"),
         (other_file, "'../secret' is no name of a file"),
+        (unchecked_block, "malformed at files: .*rank_00003.safetensors of .* bytes cannot have the checksums"),
+        (fraction_of_a_byte, "malformed at files: .*rank_00003.safetensors of .* bytes cannot have the checksums"),
         (client_state_of_the_future, "the client state holds .* 'hologram'"),
         (version_of_the_future, "has format megazero, version 3; this version reads"),
     ],
