@@ -422,7 +422,7 @@ def test_a_negative_keep_last_or_a_string_is_refused_and_deletes_nothing(world, 
 
 
 def test_what_stands_in_for_a_checkpoint_goes_by_steps_and_the_users_own_tags_by_time(tmp_path):
-    tags = ("global_step30", "best", "global_step5", "global_step20", "mine", "global_step100")
+    tags = (".mine.replaced", "global_step30", "best", "global_step5", "global_step20", "mine", "global_step100")
     for time_ns, tag in enumerate(tags):
         (tmp_path / tag).mkdir()
         (tmp_path / tag / "index.json").touch()
