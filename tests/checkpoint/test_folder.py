@@ -60,7 +60,7 @@ def test_who_closes_a_folder_has_waited_until_what_is_superfluous_is_deleted(wor
     monkeypatch.setattr(folder.CheckpointFolder, "_delete", lambda *args: (time.sleep(0.3), delete(*args)))
     train(engine, 1)
     engine.save_checkpoint(str(tmp_path), keep_last=1)
-    engine.saver.close()
+    engine.saver._folders[tmp_path].release()
     assert visible(tmp_path) == ["global_step2", "latest", "zero_to_fp32.py"] and not leftovers(tmp_path)
 
 
