@@ -311,12 +311,15 @@ def broken_case():
     channel = open_channel("shared memory")
     if channel.rank == 1:
         shared_memory.sum_ = Mock(side_effect=MemoryError("no memory"))
-    return failure_of(channel.all_reduce_(torch.ones(2)))
+    work = channel.all_reduce_(torch.ones(2))
+    with pytest.raises(RuntimeError) as caught:
+        work.wait()
+    return *failure_of(work), type(caught.value.__cause__)
 
 
 def test_a_rank_whose_collective_fails_ends_the_wait_of_the_others_at_once():
-    (other, seconds), (own, _) = run_ranks(2, broken_case)
-    assert own.endswith(": no memory") and seconds < 5
+    (other, seconds, _), (own, _, cause) = run_ranks(2, broken_case)
+    assert own.endswith(": no memory") and cause is MemoryError and seconds < 5
     assert "rank 1 has ended, or closed its channel" in other
 
 
