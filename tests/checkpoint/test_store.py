@@ -751,6 +751,15 @@ def test_a_schedule_on_one_side_only_is_told(one_rank, tmp_path, caplog):
     ]
 
 
+def test_rates_of_other_parameter_groups_are_left_and_told(one_rank, tmp_path, caplog):
+    saved_at_each_step(tmp_path, 1)
+    other = engine_of(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.optim.AdamW, lr=0.3, decay=0.1)
+    other.load_checkpoint(str(tmp_path))
+    assert other.get_lr() == [0.3, 0.3]
+    (told,) = caplog.messages
+    assert "for its 2 parameter groups: " in told and told.endswith("global_step1 holds those of 1 parameter groups")
+
+
 def load_once_case(directory: str) -> tuple[list[str], list[str]]:
     engine, asked, errors = make_engine(1), [], []
     check_size = CheckedFile.check_size
