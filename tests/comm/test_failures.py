@@ -202,6 +202,14 @@ def test_the_first_rank_of_a_meeting_says_who_is_late():
     assert said == f"save_checkpoint was called on rank {first}, and {later}"
 
 
+def test_ranks_that_have_all_come_and_cannot_meet_are_told_why():
+    store = Mock(wraps=dist.HashStore())
+    store.set("1/1", "here")
+    store.wait.side_effect = RuntimeError("Connection reset by peer")
+    with pytest.raises(RuntimeError, match="called on rank 0, and the ranks could not meet: Connection reset by peer"):
+        Meeting(store, [0, 1], 0, 1.0).hold("save")
+
+
 class CountedStore:
     """A store that counts what it is asked."""
 
