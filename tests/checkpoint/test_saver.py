@@ -180,8 +180,10 @@ def _one_rank_fails(directory: str) -> None:
     engine, is_second = make_engine(1), torch.distributed.get_rank() == 1
     if is_second:
         writer.write_tensors = full
-    with pytest.raises((OSError, RuntimeError), match="No space left"):
-        engine.save_checkpoint(directory)
+    for in_background in (False, True):
+        with pytest.raises(OSError, match="No space left"):
+            engine.save_checkpoint(directory, in_background=in_background)
+            engine.wait_for_checkpoint()
     if is_second:
         writer.Snapshot.staged = _no_memory
     with pytest.raises(MemoryError if is_second else OSError, match="no host memory"):
