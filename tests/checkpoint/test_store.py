@@ -175,6 +175,9 @@ def test_what_need_not_be_damage_ends_a_load_with_fallback(one_rank, tmp_path, m
         errors.append(number)
         with pytest.raises(OSError, match=r"it failed: '.*rank_00000.safetensors'. This need not be damage"):
             engine.load_checkpoint(str(tmp_path), fallback=True)
+    errors.append(errno.EACCES)
+    with pytest.raises(OSError, match=r"it failed: '[^']*rank_00000.safetensors'$"):
+        engine.load_checkpoint(str(tmp_path))
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr("megazero.checkpoint.reader.Pieces", Mock(side_effect=MemoryError))
         engine.load_checkpoint(str(tmp_path), fallback=True)
