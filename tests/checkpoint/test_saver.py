@@ -88,6 +88,13 @@ def test_file_size_limit_in_the_middle_of_a_file_is_an_os_error_that_names_the_f
     assert latest_tag(tmp_path) == "global_step1"
 
 
+def test_all_of_a_file_is_written_when_it_is_synced(tmp_path, monkeypatch):
+    sizes, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (sizes.append(os.fstat(file).st_size), fsync(file)))
+    written = tensor_file.write_tensors(tmp_path / "file", {"x": torch.ones(3)})
+    assert sizes == [written.nbytes]
+
+
 def test_save_in_the_background_writes_what_was_there_when_it_was_called(world, tmp_path, monkeypatch):
     engine = make_engine(1)
     train(engine, 1)
