@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from megazero.activation_checkpointing.options import CheckpointSettings
@@ -87,6 +88,9 @@ class TrainingConfig:
     train_iters: int = option(
         1_000_000, "total number of optimizer steps, over all resumed runs", at_least=1, at_most=10**9
     )
+    iterations_to_skip: tuple[str, ...] | None = option(
+        None, "A-B or A, one or several: read the batches of these iterations and do not train on them"
+    )
     eval_iters: int = option(100, "batches per evaluation; 0: no evaluation", at_least=0, at_most=10**9)
     eval_interval: int = option(1000, "optimizer steps between evaluations on validation data", at_least=1)
     eval_batch_size: int | None = option(
@@ -140,14 +144,40 @@ class TrainingConfig:
             raise ValueError(
                 f"--profile-steps {self.profile_steps}: give the first and the last iteration to trace, as in 100-102, or one."
             )
+        if not all(self.skipped_iterations):
+            raise ValueError(
+                f"--iterations-to-skip {' '.join(self.iterations_to_skip or ())}: give the first and the last iteration to leave "
+                "out, as in 510-620, or one; and more of them behind a space."
+            )
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
         """The first and the last iteration of --profile-steps; None if it names none."""
-        first, dash, last = (self.profile_steps or "").partition("-")
-        last = last if dash else first
-        is_right = first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)
-        return (int(first), int(last)) if is_right else None
+        steps = _iterations(self.profile_steps or "")
+        return (steps[0], steps[-1]) if steps else None
+
+    @cached_property
+    def skipped_iterations(self) -> tuple[range, ...]:
+        """The iterations of --iterations-to-skip, in parts."""
+        return tuple(map(_iterations, self.iterations_to_skip or ()))
+
+    def skips(self, iteration: int) -> bool:
+        """Whether --iterations-to-skip leaves out this iteration, counted as in the log."""
+        return any(iteration in part for part in self.skipped_iterations)
+
+    def next_trained(self, iteration: int) -> int:
+        """The first iteration from this one on that is not left out."""
+        while self.skips(iteration):
+            iteration += 1
+        return iteration
+
+
+def _iterations(text: str) -> range:
+    """The iterations that "100-102" or "100" names; empty if it names none."""
+    first, dash, last = text.partition("-")
+    last = last if dash else first
+    is_right = first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)
+    return range(int(first), int(last) + 1) if is_right else range(0)
 
 
 @dataclass(frozen=True)
@@ -180,6 +210,11 @@ class Config:
             raise ValueError(
                 f"--profile-steps {self.training.profile_steps} begins behind --train-iters {self.training.train_iters}. Trace "
                 "earlier iterations."
+            )
+        if any(part[0] > self.training.train_iters for part in self.training.skipped_iterations):
+            raise ValueError(
+                f"--iterations-to-skip {' '.join(self.training.iterations_to_skip or ())} goes beyond --train-iters "
+                f"{self.training.train_iters}, which count the iterations that are left out as well. Name earlier ones."
             )
         if self.training.profile_dir and steps is None:
             raise ValueError("--profile-dir is where --profile-steps writes to: give that too, or drop it.")

@@ -307,14 +307,29 @@ class Engine:
         self._grad_norm = self.schedule.waiting.until(partial(self._optimizer.update, later), "engine.step()")
         if self.placement is not None:
             self.placement.follow()
-        self._training_state.global_steps += 1
-        self.schedule.waiting.steps_done = self.global_steps
+        self._count_step(is_skipped=self._optimizer.overflow)
         if self._optimizer.overflow:
-            self._training_state.skipped_steps += 1
             return
         self._is_applied = True
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
+
+    def skip_step(self) -> None:
+        """Counts an optimizer step that is left out: the weights and moments stay, and the schedule moves on. On every rank.
+
+        Gradients accumulated since the last update are discarded.
+        """
+        self._refuse_without_optimizer("engine.skip_step()")
+        self.zero_grad()
+        self._since_update, self._is_applied = 0, False
+        self._count_step(is_skipped=True)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def _count_step(self, is_skipped: bool) -> None:
+        self._training_state.global_steps += 1
+        self._training_state.skipped_steps += is_skipped
+        self.schedule.waiting.steps_done = self.global_steps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discards the gradients accumulated since the last update; `step` does so by itself. `set_to_none` has no effect."""

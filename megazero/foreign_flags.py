@@ -154,7 +154,7 @@ REFUSED = {
     "--multiple-validation-sets": "name the sets: --valid-data code=data/a web=data/b",
     "--tokenizer-model": "use --tokenizer-path",
     "--skip-train": "use evaluate_gpt2.py",
-    "--ckpt-step": "write the checkpoint's name, global_stepN, into the file `latest` of --load",
+    "--ckpt-step": "a command goes back to an earlier checkpoint: python -m megazero.checkpoint rewind",
     "--use-checkpoint-args": "give the flags that the checkpoint was trained with; what does not fit its weights is refused",
     "--use-checkpoint-lr-scheduler": "the learning-rate schedule is that of the flags",
     "--use-checkpoint-opt_param-scheduler": "the learning-rate schedule is that of the flags",

@@ -9,7 +9,7 @@ import shlex
 import statistics
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -84,12 +84,20 @@ def describe_start(job: Job) -> str:
         ("parameters", of_flags if count == model.num_parameters() else own),
         ("ranks", f"{mp * dp} = {mp} tensor-parallel x {dp} data-parallel"),
         ("batch", f"{batch}: {micro} on each of {counted(dp, 'data-parallel rank')}"),
+        *_left_out(training.skipped_iterations, job.iteration),
         ("device", f"{job.device}, parameters in {str(job.config.precision.dtype).removeprefix('torch.')}"),
         ("ZeRO", f"stage {zero.stage}: {SHARDED[zero.stage]} sharded over {_shards(zero, dp)}{_homes(zero)}"),
     ]
     memory = job.engine.memory()
     del memory["buffers"]  # nothing needs any yet
     return f"{table('job', rows)}\n{describe_memory(job, 'memory', memory)}"
+
+
+def _left_out(parts: Sequence[range], iteration: int) -> list[tuple[str, str]]:
+    """A row that names the iterations that are left out after this one, if any."""
+    ahead = [range(max(part[0], iteration + 1), part[-1] + 1) for part in parts]
+    named = [str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in ahead if part]
+    return [("left out", f"iterations {', '.join(named)}")] if named else []
 
 
 def _num_parameters(model: nn.Module) -> int:

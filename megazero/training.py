@@ -153,18 +153,24 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
     job.engine.train()
     interval: list[float] = []
     logged_at, start = job.consumed_samples, time.perf_counter()
-    first, watch = job.iteration + 1, MemoryWatch(job.engine, job.device.type)
+    first = flags.next_trained(job.iteration + 1)
+    watch = MemoryWatch(job.engine, job.device.type)
     profiler = step_profiler(job)
     stop: str | None = None
     while job.iteration < flags.train_iters and not stop:
+        begun, before = time.perf_counter(), job.consumed_samples
         with profiler.step(job.iteration + 1):
             loss, stop = train_step(job, iterator)
-        interval.append(loss)
-        bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+        if loss is None:
+            start += time.perf_counter() - begun  # logged step times cover training alone
+            logged_at += job.consumed_samples - before
+        else:
+            interval.append(loss)
+            bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
         bar.update()
         if job.iteration == first:
             logger.info("%s", describe_memory(job, "memory after the first step", watch.stop()))
-        if job.iteration % flags.log_interval == 0:
+        if interval and job.iteration % flags.log_interval == 0:
             log_step(job, metrics, interval, job.consumed_samples - logged_at, time.perf_counter() - start)
             interval, logged_at, start = [], job.consumed_samples, time.perf_counter()
         paused = time.perf_counter()
@@ -174,7 +180,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
             save(job)
             if not stop and _ask_to_stop(job).read():
                 stop = _why_stop(job)
-        start += time.perf_counter() - paused  # logged step times cover training alone
+        start += time.perf_counter() - paused
         is_exit = flags.exit_interval and job.iteration % flags.exit_interval == 0 and job.iteration < flags.train_iters
         if is_exit:
             stop = f"--exit-interval {flags.exit_interval}"
@@ -186,12 +192,12 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
         save(job, is_last=True)
 
 
-def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
+def train_step(job: Job, iterator: Iterator | None) -> tuple[float | None, str | None]:
     """One optimizer step.
 
     Returns:
         The loss averaged over micro-batches and data-parallel ranks, or, with --calculate-per-token-loss, over the counted
-        tokens of all of them; and a reason to stop now, if any rank has one.
+        tokens of all of them; None if --iterations-to-skip leaves the step out. And a reason to stop now, if any rank has one.
 
     Raises:
         FloatingPointError: some rank's loss is not finite. Raised on every rank; the message names that rank and its samples.
@@ -201,6 +207,8 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
         raise lost
     engine, timers = job.engine, job.timers
     steps = job.accumulation_steps(job.consumed_samples)
+    if job.config.training.skips(job.iteration + 1):
+        return None, _skip_step(job, iterator, steps)
     if steps != engine.gradient_accumulation_steps():  # --rampup-batch-size
         engine.set_gradient_accumulation_steps(steps)
         logger.info("global batch size %d from iteration %d on", job.global_batch_size, job.iteration + 1)
@@ -231,6 +239,17 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float, str | None]:
     mean = loss_sum / torch.distributed.get_world_size()
     job.first_loss = mean if job.first_loss is None else job.first_loss
     return mean, _why_stop(job) if stops else None
+
+
+def _skip_step(job: Job, iterator: Iterator | None, steps: int) -> str | None:
+    """Reads a step's micro-batches, and counts the step without making it. Returns a reason to stop now, if any rank has one."""
+    if iterator is not None:
+        for _ in range(steps):
+            next(iterator)
+    job.engine.skip_step()
+    job.iteration += 1
+    job.consumed_samples += job.global_batch_size
+    return _why_stop(job) if _ask_to_stop(job).read() else None
 
 
 def _ask_to_stop(job: Job) -> comm.Readout:
@@ -266,8 +285,8 @@ def _raise_not_finite(job: Job, total: Tensor) -> None:
     updated = "were updated, by finite gradients" if job.engine.was_step_applied() else "were not updated"
     raise FloatingPointError(
         f"The loss is not finite at iteration {job.iteration + 1} ({some(bad, 8)}). The weights {updated}. "
-        "Lower --lr, lengthen its warm-up, or look at these samples. Checkpoints from before iteration "
-        f"{job.iteration} are good; one of that iteration has the weights of this loss."
+        f"Lower --lr, lengthen its warm-up, or leave these samples out by --iterations-to-skip {job.iteration + 1}. Checkpoints "
+        f"from before iteration {job.iteration} are good; one of that iteration has the weights of this loss."
     )
 
 

@@ -18,6 +18,7 @@ import evaluate_gpt2
 import generate_samples
 import pretrain_gpt2
 from megazero import job_checkpoints
+from megazero.checkpoint.__main__ import main as checkpoint_command
 from megazero.checkpoint.config import CheckpointConfig
 from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.reader import Reader
@@ -49,6 +50,16 @@ def whole(corpus, tmp_path_factory) -> Path:
     done = job(corpus, save)
     assert done.returncode == 0, done.stdout
     return save
+
+
+def test_a_run_that_was_rewound_goes_on_from_there_bit_for_bit(corpus, whole, tmp_path, capsys):
+    save = tmp_path / "save"
+    shutil.copytree(whole, save)
+    before = files(save)
+    assert checkpoint_command(["rewind", str(save), "--tag", "global_step4"]) == 0
+    done = job(corpus, save)
+    assert done.returncode == 0 and "continuing after iteration 4," in done.stdout, done.stdout
+    assert files(save) == before and (save / "latest").read_text() == "global_step12"
 
 
 def test_saving_in_the_background_writes_the_same_bytes_and_the_end_waits(corpus, whole, tmp_path):

@@ -63,6 +63,16 @@ def test_flags():
             load_config([f"--profile-steps={wrong}", "--save", "x"])
     with pytest.raises(ValueError, match="--profile-steps 50-60 begins behind --train-iters 10"):
         load_config("--profile-steps 50-60 --save x --train-iters 10".split())
+    assert not load_config([]).training.skips(1)
+    training = load_config("--iterations-to-skip 5-7 3 --train-iters 5".split()).training
+    assert [i for i in range(10) if training.skips(i)] == [3, 5, 6, 7]
+    assert [training.next_trained(i) for i in (2, 3, 5)] == [2, 4, 8]
+    with pytest.raises(
+        ValueError, match="--iterations-to-skip 3 5-4: give the first and the last iteration to leave out"
+    ):
+        load_config("--iterations-to-skip 3 5-4".split())
+    with pytest.raises(ValueError, match="--iterations-to-skip 3 11 goes beyond --train-iters 10"):
+        load_config("--iterations-to-skip 3 11 --train-iters 10".split())
     with pytest.raises(ValueError, match="--profile-dir is where --profile-steps writes to"):
         load_config("--profile-dir x".split())
     with pytest.raises(ValueError, match="give --save, or --profile-dir"):

@@ -172,6 +172,31 @@ def test_data_order_continues_under_another_data_parallel_size(corpus, tmp_path)
     torch.testing.assert_close(torch.tensor(list(b.values())), torch.tensor(list(a.values())), rtol=1e-4, atol=1e-4)
 
 
+def test_iterations_to_skip_read_their_batches_count_and_leave_the_weights(corpus, tmp_path):
+    """At a rate of 0 the iterations that are trained have the losses that they have in a run that leaves none out."""
+    still = ("--lr", "0", "--batch-size", "1", "--global-batch-size", "4")
+    assert run_job(flags(corpus, tmp_path / "whole", 8, *still), 2).returncode == 0
+    done = run_job(flags(corpus, tmp_path / "left", 8, *still, "--iterations-to-skip", "8", "1", "3-5"), 2)
+    assert re.search(r"left out +iterations 8, 1, 3 to 5\n", done.stdout), done.stdout
+    assert done.stdout.count("memory after the first step") == 1
+    whole, left = metrics(tmp_path / "whole"), metrics(tmp_path / "left")
+    assert left == {iteration: whole[iteration] for iteration in (2, 6, 7)}
+    last = logged(tmp_path / "left")[-1]
+    assert (last["skipped"], last["consumed_samples"]) == (4, 28)
+    assert last["tokens_per_s"] * last["step_s"] == pytest.approx(4 * 32), "of a step that is trained"
+    assert (tmp_path / "left" / "global_step8").is_dir()
+
+
+def test_a_run_stopped_among_iterations_to_skip_equals_the_whole_run_bit_for_bit_with_dropout(corpus, tmp_path):
+    extra = "--hidden-dropout 0.2 --model-parallel-size 2 --iterations-to-skip 3-5 --log-interval 2".split()
+    assert run_job(flags(corpus, tmp_path / "whole", 8, *extra), 2).returncode == 0
+    for _ in range(2):
+        done = run_job(flags(corpus, tmp_path / "cut", 8, *extra, "--exit-interval", "4"), 2)
+        assert done.returncode == 0, done.stdout
+    assert re.search(r"left out +iterations 5\n", done.stdout), done.stdout
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole") and set(metrics(tmp_path / "cut")) == {2, 6, 8}
+
+
 def test_exit_interval_stops_a_run_and_its_end_is_evaluated_all_the_same(corpus, tmp_path):
     cut = flags(corpus, tmp_path, 4, "--exit-interval", "2", "--eval-iters", "1")
     done = run_job(cut, 1)

@@ -1,4 +1,4 @@
-"""`python -m megazero.checkpoint`: lists, verifies, compares, reshapes, exports and imports checkpoints."""
+"""`python -m megazero.checkpoint`: lists, verifies, compares, rewinds, reshapes, exports and imports checkpoints."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megazero.checkpoint.commands.diff import compare, report
 from megazero.checkpoint.commands.export import export_huggingface
 from megazero.checkpoint.commands.ls import describe, describe_directory, locate, open_checkpoint
 from megazero.checkpoint.commands.reshape import reshape
+from megazero.checkpoint.commands.rewind import rewind
 from megazero.checkpoint.commands.verify import verify
 from megazero.checkpoint.importers.dcp import read_dcp
 from megazero.checkpoint.importers.deepspeed import read_deepspeed
@@ -70,6 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     weights_only = "leave out the optimizer's states, counters and settings"
     sub.add_argument("--weights-only", action="store_true", help=weights_only)
     sub.add_argument("--all", action="store_true", help="list all tensors that differ, not the first 20")
+    add_source(command("rewind", _rewind, "make an earlier checkpoint the one that jobs continue from"))
     sub = command("reshape", _reshape, "rewrite a checkpoint into files for another number of ranks")
     add_source(sub)
     sub.add_argument("out", metavar="OUT", help="directory in which the checkpoint is written, under the same tag")
@@ -120,6 +122,13 @@ def _diff(arguments: argparse.Namespace) -> int:
     lines = report(found, len(found.values) if arguments.all else 20)
     print(f"A  {a.path}", f"B  {b.path}", "", *lines, sep="\n")
     return 0 if found.is_equal else 1
+
+
+def _rewind(arguments: argparse.Namespace) -> int:
+    directory, tag = locate(arguments.path, arguments.tag)
+    before = rewind(directory, tag)
+    print(f"{directory}: jobs continue from {tag}" + (f", no longer from {before}" if before else ""))
+    return 0
 
 
 def _reshape(arguments: argparse.Namespace) -> int:

@@ -194,8 +194,7 @@ class CheckpointFolder:
             os.rename(aside, final)
             sync_folder(self.path)
             if save_latest:
-                with naming(self.path / "latest"):
-                    write_whole(self.path / "latest", tag.encode())
+                self.name_latest(tag)
             self._being_written.discard(aside.resolve())
             superfluous = [replaced] if os.path.lexists(replaced) else []
             try:
@@ -209,6 +208,11 @@ class CheckpointFolder:
                 self._deleting = deleting
             except RuntimeError:  # no more threads can be started
                 self._delete(superfluous)
+
+    def name_latest(self, tag: str) -> None:
+        """Makes a checkpoint that is whole the one that jobs continue from."""
+        with naming(self.path / "latest"):
+            write_whole(self.path / "latest", tag.encode())
 
     def _delete(self, paths: list[Path]) -> None:
         with self._one_at_a_time:

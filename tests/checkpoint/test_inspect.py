@@ -298,6 +298,23 @@ def test_an_error_is_one_line_and_status_2(saved, tmp_path, capsys, arguments, m
     assert not (tmp_path / "out").exists()
 
 
+def test_rewind_makes_an_earlier_checkpoint_the_latest_if_it_is_whole(saved, capsys):
+    make(saved, 1, 3, tag="global_step10", global_steps=10)
+    assert run(capsys, "rewind", saved, "--tag", TAG) == (
+        0,
+        [f"{saved}: jobs continue from {TAG}, no longer from global_step10"],
+    )
+    assert (saved / "latest").read_text() == TAG and (saved / "global_step10" / "index.json").exists()
+    assert main(["rewind", str(saved)]) == 2
+    assert f"{TAG} is the latest already. Name an earlier one" in capsys.readouterr().err
+    flip(saved / "global_step10" / "rank_00001.safetensors", -1)
+    assert main(["rewind", str(saved / "global_step10")]) == 2
+    assert "no job could continue from it: rank_00001.safetensors: bytes" in capsys.readouterr().err
+    assert (saved / "latest").read_text() == TAG
+    (saved / "latest").write_bytes(b"\xff\xfe")
+    assert run(capsys, "rewind", saved, "--tag", TAG)[1] == [f"{saved}: jobs continue from {TAG}"]
+
+
 def test_latest_that_names_nothing_is_said(saved, capsys):
     shutil.move(saved / TAG, saved / "mine")
     assert run(capsys, "ls", saved)[1][-1] == f"`latest` names {TAG}, which is not there"

@@ -484,6 +484,33 @@ def test_overflow_skips_step_and_halves_scale_and_a_clean_step_is_applied(one_ra
     torch.testing.assert_close(model.weight.detach(), (before.float() - 0.3 * 0.25).half(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_that_is_left_out_counts_and_drops_its_gradients(one_rank, stage):
+    weights = []
+    for leaves_out in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        engine = make_engine(
+            model,
+            zero=ZeroConfig(stage=stage),
+            gradient_accumulation_steps=2,
+            lr_scheduler=lambda _: CountingScheduler(),
+        )
+        if leaves_out:
+            engine.backward(engine(torch.full((1, 2), 9.0)).sum())
+            engine.step()
+            engine.skip_step()
+            assert (engine.global_steps, engine.skipped_steps, engine.lr_scheduler.steps) == (1, 1, 1)
+            assert not engine.was_step_applied()
+        for _ in range(2):
+            assert not engine.was_step_applied()
+            engine.backward(engine(torch.ones(1, 2)).sum())
+            engine.step()
+        assert engine.was_step_applied() and engine.skipped_steps == leaves_out
+        weights.append(engine.module_state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("wide", [0, 1])
 def test_master_weights_keep_what_16_bits_cannot_hold_of_each_fp32_parameter(one_rank, stage, wide):
