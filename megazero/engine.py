@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megazero import activation_checkpointing, comm
 from megazero.checkpoint import loader
 from megazero.checkpoint.capture import capture
+from megazero.checkpoint.folder import Keep
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.saver import Saver
 from megazero.checkpoint.tags import check_tag, tag_of
@@ -570,6 +571,7 @@ class Engine:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
         keep_last: int = 0,
+        keep_every: int = 0,
         in_background: bool = False,
     ) -> Path:
         """Writes weights, optimizer, counters, schedule, loss scale and generator states. Collective over the world.
@@ -584,6 +586,7 @@ class Engine:
             save_latest: whether the file `latest` names this checkpoint afterwards.
             exclude_frozen_parameters: leave out what is not trained now, also if it has been.
             keep_last: afterwards, delete all but this many of the newest checkpoints with tags like global_step20; 0 keeps all.
+            keep_every: of these, those whose steps are multiples of this stay as well.
             in_background: return once everything is copied to host memory; `wait_for_checkpoint` and the next save wait until it
                 is written.
 
@@ -594,8 +597,8 @@ class Engine:
             TypeError: the client state holds something else; the message says where.
             OSError: a file could not be written, on whichever rank. The previous checkpoint stays the latest.
             DirectoryInUseError: another job saves there.
-            ValueError: `tag` cannot name a directory; `keep_last` is negative, or no integer; or `exclude_frozen_parameters` is
-                given without an optimizer: nothing is trained, and nothing would be saved.
+            ValueError: `tag` cannot name a directory; `keep_last` or `keep_every` is negative, or no integer; or
+                `exclude_frozen_parameters` is given without an optimizer: nothing is trained, and nothing would be saved.
         """
         if exclude_frozen_parameters and self.optimizer is None:
             raise ValueError(
@@ -604,9 +607,12 @@ class Engine:
             )
         if tag is not None:
             check_tag(tag)
-        keep_last = _integer("save_checkpoint's keep_last", keep_last)
-        if keep_last < 0:
-            raise ValueError(f"save_checkpoint(keep_last={keep_last}): say how many to keep; 0 keeps all.")
+        keep = Keep(_integer("save_checkpoint's keep_last", keep_last), _integer("its keep_every", keep_every))
+        if min(keep) < 0:
+            raise ValueError(
+                f"save_checkpoint(keep_last={keep.last}, keep_every={keep.every}): say how many to keep, where 0 keeps all, and "
+                "after how many steps each to keep one for good, where 0 keeps none."
+            )
         self._refuse_changed_model("save_checkpoint()")
         comm.meet_world("save_checkpoint", self.channel.timeout_s)
         self._optimizer.finish()
@@ -619,7 +625,7 @@ class Engine:
         )
         tag = tag_of(self.global_steps) if tag is None else tag
         return self.saver.save(
-            snapshot, index, save_dir, tag, save_latest=save_latest, keep_last=keep_last, in_background=in_background
+            snapshot, index, save_dir, tag, save_latest=save_latest, keep=keep, in_background=in_background
         )
 
     def wait_for_checkpoint(self) -> None:

@@ -286,6 +286,7 @@ def save(job: Job, is_last: bool = False) -> None:
         save_optimizer=not flags.no_save_optim,
         save_rng=not flags.no_save_rng,
         keep_last=flags.keep_last,
+        keep_every=flags.keep_every,
         in_background=in_background,
     )
     done = "is being written; training waited" if in_background else "saved in"

@@ -18,6 +18,12 @@ class CheckpointConfig:
     )
     save_interval: int = option(5000, "iterations between checkpoints", at_least=1)
     keep_last: int = option(0, "keep only this many newest checkpoints; 0 keeps all", at_least=0)
+    keep_every: int = option(
+        0,
+        "of what --keep-last deletes, keep the iterations that are multiples of this; 0: none",
+        at_least=0,
+        aliases=("--save-retain-interval",),
+    )
     async_save: bool = option(False, "copy what is saved to host memory and write it while training goes on")
     no_save_optim: bool = option(False, "do not save the optimizer's state")
     no_save_rng: bool = option(False, "do not save the random generators' states")
@@ -28,6 +34,11 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.keep_every and not self.keep_last:
+            raise ValueError(
+                f"--keep-every {self.keep_every} keeps some of what --keep-last deletes, which is not given: all checkpoints "
+                "stay. Give --keep-last 1 to keep only these and the newest, or drop it."
+            )
         if self.finetune and not self.load:
             raise ValueError("--finetune takes the weights of a checkpoint: name its directory by --load, or drop it.")
 

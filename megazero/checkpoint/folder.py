@@ -18,11 +18,11 @@ import uuid
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from megazero.checkpoint.format import CheckpointError, index_bytes
 from megazero.checkpoint.standalone import SCRIPT, place_script
-from megazero.checkpoint.tags import latest_tag, list_tags, replaced_path, tag_at, tags_of_jobs
+from megazero.checkpoint.tags import latest_tag, list_tags, replaced_path, step_of, tag_at, tags_of_jobs
 from megazero.checkpoint.tensor_file import naming
 from megazero.files import NO_LOCKS, append_suffix, is_still, remove_asides, sync_folder, warn_of_no_locks, write_whole
 
@@ -33,6 +33,13 @@ PATIENCE_S = 10.0  # a job that has been killed lets go when the system has take
 
 class DirectoryInUseError(OSError):
     """Another job saves its checkpoints in the same directory."""
+
+
+class Keep(NamedTuple):
+    """Which checkpoints with the tags of jobs stay after a save."""
+
+    last: int = 0  # the newest ones; 0: all
+    every: int = 0  # and those whose steps are multiples of this; 0: no others
 
 
 class CheckpointFolder:
@@ -171,7 +178,7 @@ class CheckpointFolder:
                 _remove(final)
                 os.rename(replaced, final)
 
-    def publish(self, tag: str, index: dict[str, Any], save_latest: bool, keep_last: int) -> None:
+    def publish(self, tag: str, index: dict[str, Any], save_latest: bool, keep: Keep) -> None:
         """Makes the checkpoint aside, whose files are written and synced, the newest.
 
         What it replaces, and what is not to be kept, is out of the way then, and deleted in the background: until `wait`, the
@@ -198,7 +205,7 @@ class CheckpointFolder:
             self._being_written.discard(aside.resolve())
             superfluous = [replaced] if os.path.lexists(replaced) else []
             try:
-                superfluous += self._set_aside_older(tag, keep_last)
+                superfluous += self._set_aside_older(tag, keep)
             except OSError as error:  # the next save looks again
                 logger.warning("could not look for what is not to be kept beside %s: %s", final, error)
         if superfluous:  # deleting takes a fifth of the time of writing
@@ -225,18 +232,19 @@ class CheckpointFolder:
         self._being_written.discard(self.aside(tag).resolve())
         _remove(self.aside(tag))
 
-    def _set_aside_older(self, newest: str, keep: int) -> list[Path]:
-        """Makes all but the `keep` newest of the tags that jobs give leftovers, and returns where they are; 0 keeps all.
+    def _set_aside_older(self, newest: str, keep: Keep) -> list[Path]:
+        """Makes leftovers of the checkpoints that are not to be kept, and returns where they are.
 
         What `latest` names is never among them, nor what has just been written.
         """
-        tags = tags_of_jobs(list_tags(self.path), newest) if keep else []
+        tags = tags_of_jobs(list_tags(self.path), newest) if keep.last else []
         kept, leftovers = {newest}, []
         with suppress(CheckpointError):
             kept.add(latest_tag(self.path) or newest)
         older = [tag for tag in tags if tag not in kept]
-        for tag in older[: max(0, len(tags) - keep)]:
-            if not (self.path / tag).is_symlink():
+        for tag in older[: max(0, len(tags) - keep.last)]:
+            stays = keep.every and step_of(tag) % keep.every == 0
+            if not stays and not (self.path / tag).is_symlink():
                 with suppress(OSError):  # if deleting dies halfway, nobody takes what is left for whole
                     os.rename(self.path / tag, self.aside(tag))
                     leftovers.append(self.aside(tag))

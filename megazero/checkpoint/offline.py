@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from megazero.checkpoint.folder import CheckpointFolder
+from megazero.checkpoint.folder import CheckpointFolder, Keep
 from megazero.checkpoint.format import TensorEntry
 from megazero.checkpoint.ranges import holders, shard_shape
 from megazero.checkpoint.tags import checkpoint_path
@@ -62,7 +62,7 @@ def write_checkpoint(
             folder.prepare(tag)
             try:
                 parts = [write_rank_file(folder.aside(tag), rank, each) for rank, each in enumerate(snapshots)]
-                folder.publish(tag, whole_index(parts, index), save_latest=True, keep_last=0)
+                folder.publish(tag, whole_index(parts, index), save_latest=True, keep=Keep())
             except BaseException:
                 folder.discard(tag)
                 raise

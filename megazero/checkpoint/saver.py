@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megazero import comm
-from megazero.checkpoint.folder import CheckpointFolder
+from megazero.checkpoint.folder import CheckpointFolder, Keep
 from megazero.checkpoint.tensor_file import naming
 from megazero.checkpoint.writer import Snapshot, rank_file, whole_index, write_rank_file
 
@@ -65,14 +65,14 @@ class Saver:
         tag: str,
         *,
         save_latest: bool,
-        keep_last: int,
+        keep: Keep,
         in_background: bool,
     ) -> Path:
         """Writes one checkpoint and returns its directory, where it will be when a save in the background is done.
 
         Args:
             index: all of it but what `whole_index` adds. That of the first rank counts.
-            keep_last: afterwards delete all but this many newest checkpoints; 0 keeps all.
+            keep: afterwards the other checkpoints are deleted.
             in_background: copy to host memory now and write while training goes on. `wait` waits for it, and so does the next
                 save, of whichever engine.
 
@@ -83,7 +83,7 @@ class Saver:
         """
         self.wait()
         folder, path = self.claim(directory), Path(directory) / tag
-        write = partial(self._write, folder, tag, index, save_latest, keep_last)
+        write = partial(self._write, folder, tag, index, save_latest, keep)
         try:
             if in_background:
                 staged = comm.together(snapshot.staged, self._line.group)  # one rank's host may have no room for it
@@ -167,14 +167,14 @@ class Saver:
         tag: str,
         index: dict[str, Any],
         save_latest: bool,
-        keep_last: int,
+        keep: Keep,
         snapshot: Snapshot,
     ) -> None:
         aside = folder.aside(tag)
         self._on_first_rank(lambda: folder.prepare(tag))
         try:
             comm.together(partial(_write_part, aside, snapshot), self._line.group)
-            self._on_first_rank(lambda: folder.publish(tag, whole_index(_parts(aside), index), save_latest, keep_last))
+            self._on_first_rank(lambda: folder.publish(tag, whole_index(_parts(aside), index), save_latest, keep))
         except BaseException:
             if self._is_first:
                 folder.discard(tag)

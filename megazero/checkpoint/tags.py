@@ -26,6 +26,12 @@ def tag_of(iteration: int) -> str:
     return f"global_step{iteration}"
 
 
+def step_of(tag: str) -> int:
+    """How many optimizer steps a tag says that `tag_of` made; -1 for another one."""
+    match = _OF_JOBS.fullmatch(tag)
+    return int(match[1]) if match else -1
+
+
 def check_tag(tag: str) -> str:
     """The tag, if it can name a directory inside of another.
 
@@ -131,5 +137,5 @@ def tags_of_jobs(tags: Iterable[str], newest: str | None) -> list[str]:
 
     First comes what lies beyond `newest`, of a run that went back.
     """
-    steps = {tag: int(match[1]) for tag in tags if (match := _OF_JOBS.fullmatch(tag))}
+    steps = {tag: step for tag in tags if (step := step_of(tag)) >= 0}
     return sorted(steps, key=lambda tag: (steps[tag] <= steps.get(newest or "", steps[tag]), steps[tag]))

@@ -70,7 +70,7 @@ def test_a_process_that_ends_deletes_first_and_one_that_dies_leaves_it_to_who_cl
         "remove = folder._remove\n"
         "folder._remove = lambda path: (time.sleep(0.3), os._exit(9) if sys.argv[2] == 'dies' else remove(path))\n"
         "mine = folder.CheckpointFolder(sys.argv[1]); mine.claim(); mine.prepare('global_step1'); "
-        "mine.publish('global_step1', {}, True, 0)"
+        "mine.publish('global_step1', {}, True, folder.Keep())"
     )
     engine = write_one(tmp_path)
     engine.saver.close()  # lets the others save here
@@ -225,6 +225,18 @@ def test_keep_last_deletes_only_older_checkpoints(world, tmp_path):
         train(engine, 1)
         engine.save_checkpoint(str(tmp_path), keep_last=2)
     assert list_tags(tmp_path) == ["global_step2", "global_step3"]
+
+
+def test_keep_every_keeps_what_keep_last_would_delete(world, tmp_path):
+    engine = make_engine(1)
+    for step in range(1, 8):
+        train(engine, 1)
+        tag = "mine" if step == 1 else None
+        engine.save_checkpoint(str(tmp_path), tag, keep_last=2, keep_every=3)
+    assert list_tags(tmp_path) == ["mine", *(f"global_step{step}" for step in (3, 6, 7))]
+    train(engine, 1)
+    engine.save_checkpoint(str(tmp_path), keep_last=1, keep_every=4)
+    assert list_tags(tmp_path) == ["mine", "global_step8"]
 
 
 def test_keep_last_keeps_the_newest_written_whatever_its_step_and_copies_of_the_users(world, tmp_path):
@@ -414,8 +426,12 @@ def test_a_negative_keep_last_or_a_string_is_refused_and_deletes_nothing(world, 
     engine = make_engine(1)
     for tag in ("global_step1", "global_step2"):
         engine.save_checkpoint(str(tmp_path), tag=tag)
-    with pytest.raises(ValueError, match=r"save_checkpoint\(keep_last=-1\): .* 0 keeps all"):
-        engine.save_checkpoint(str(tmp_path), tag="global_step3", keep_last=-1)
+    for wrong, given in (
+        ({"keep_last": -1}, "keep_last=-1, keep_every=0"),
+        ({"keep_every": -2}, "keep_last=0, keep_every=-2"),
+    ):
+        with pytest.raises(ValueError, match=rf"save_checkpoint\({given}\): .* 0 keeps all"):
+            engine.save_checkpoint(str(tmp_path), tag="global_step3", **wrong)
     with pytest.raises(ValueError, match=r"save_checkpoint's keep_last must be an integer, got '2'"):
         engine.save_checkpoint(str(tmp_path), tag="global_step3", keep_last="2")
     assert list_tags(tmp_path) == ["global_step1", "global_step2"]
