@@ -11,8 +11,11 @@ _ATTENTION = (
     "causal mask is needed: not with --reset-attention-mask"
 )
 _NO_PIPELINES = "there are no pipelines; --model-parallel-size and --zero-stage 3 split what is too large"
+_OWN_NORMS = "a script logs such numbers of its own by before_update (docs/training.md)"
 _ONE_ENGINE = "there is one implementation"
 _UNSCALED = "softmax is in fp32 without it"
+_NOT_FINITE = "a loss or gradient that is not finite is noticed in a collective that each step makes anyway"
+_ONE_FORMAT = "checkpoints have one format, which any number of ranks reads"
 _GARBAGE = "Python's garbage collector is left alone"
 
 # Flags of Megatron-LM's first GPT-2 trainer and of later ones that ask for what always happens here. Accepted.
@@ -28,6 +31,7 @@ ALWAYS_SO = {
     "--exit-signal-handler": "SIGTERM saves and exits",
     "--overlap-grad-reduce": "gradients are reduced while backward runs",
     "--override-lr-scheduler": "the flags always set the learning-rate schedule, even when a checkpoint is continued",
+    "--override-opt-param-scheduler": "the flags always set the learning-rate schedule, even when a checkpoint is continued",
     "--override-opt_param-scheduler": "the flags always set the learning-rate schedule, even when a checkpoint is continued",
     "--use-cpu-initialization": "initial values are drawn on the CPU, the same for every model-parallel size",
     "--deepspeed-activation-checkpointing": "activation checkpointing has one implementation: --checkpoint-activations",
@@ -43,6 +47,11 @@ ALWAYS_SO = {
     "--log-timers-to-tensorboard": _ALWAYS_LOGGED,
     "--log-memory-to-tensorboard": _ALWAYS_LOGGED,
     "--log-validation-ppl-to-tensorboard": _ALWAYS_LOGGED,
+    "--log-loss-scale-to-tensorboard": _ALWAYS_LOGGED,
+    "--check-for-nan-in-loss-and-grad": _NOT_FINITE,
+    "--use-dist-ckpt": _ONE_FORMAT,
+    "--auto-detect-ckpt-format": _ONE_FORMAT,
+    "--ckpt-fully-parallel-save": "every rank writes its own part of a checkpoint",
 }
 
 # Flags of the ZeRO-3 examples and of later Megatron-LM versions that tune what is done another way here, or its log. Accepted,
@@ -54,6 +63,12 @@ NO_EFFECT = {
     "--tensorboard-queue-size": "what a log line has is written at once",
     "--log-batch-size-to-tensorboard": "the log has the batch at the start",
     "--timing-log-level": "the same phases are always timed",
+    "--timing-log-option": "times are the first rank's",
+    "--log-world-size-to-tensorboard": "the log has the ranks at the start",
+    "--log-params-norm": _OWN_NORMS,
+    "--log-num-zeros-in-grad": _OWN_NORMS,
+    "--no-check-for-nan-in-loss-and-grad": _NOT_FINITE,
+    "--empty-unused-memory-level": "memory that PyTorch's allocator has cached stays with it",
     "--no-async-tensor-model-parallel-allreduce": "the sums are the same, hidden behind other work or not",
     "--manual-gc": _GARBAGE,
     "--manual-gc-interval": _GARBAGE,
@@ -64,11 +79,14 @@ NO_EFFECT = {
             "--no-bias-dropout-fusion",
             "--no-gradient-accumulation-fusion",
             "--no-persist-layer-norm",
+            "--cross-entropy-loss-fusion",
         ),
         "no kernel of this project's own is fused; --compile fuses what it can",
     ),
 }
 WITH_VALUE = {  # the ones that take a value
+    "--timing-log-option",
+    "--empty-unused-memory-level",
     "--zero-allgather-bucket-size",
     "--tensorboard-queue-size",
     "--timing-log-level",
@@ -76,6 +94,7 @@ WITH_VALUE = {  # the ones that take a value
 }
 
 _NOT_GPT2 = "the model is GPT-2's: learned positions, layer norm, GELU, biases and a tied head"
+_NO_FP8 = "the smallest dtypes are --bf16 and --fp16"
 _PROFILE = "use --profile-steps FIRST-LAST, which traces these iterations by torch.profiler"
 _WARMUP = "use --lr-warmup-iters, or --warmup, a fraction of --lr-decay-iters"
 _ITERATIONS = "runs are counted in iterations: --train-iters, --lr-decay-iters, --lr-warmup-iters"
@@ -123,6 +142,17 @@ REFUSED = {
     "--swiglu": _NOT_GPT2,
     "--disable-bias-linear": _NOT_GPT2,
     "--untie-embeddings-and-output-weights": _NOT_GPT2,
+    **dict.fromkeys(
+        (
+            "--rotary-base",
+            "--rotary-percent",
+            "--use-rope-scaling",
+            "--qk-layernorm",
+            "--window-size",
+            "--apply-layernorm-1p",
+        ),
+        _NOT_GPT2,
+    ),
     "--kv-channels": "heads are as wide as --hidden-size / --num-attention-heads",
     "--encoder-seq-length": "use --seq-length",
     "--lr-warmup-samples": _WARMUP,
@@ -145,7 +175,14 @@ REFUSED = {
     "--apply-query-key-layer-scaling": _UNSCALED,
     "--attention-backend": _ATTENTION,
     "--weight-decay-incr-style": "weight decay stays what it is",
-    "--ckpt-format": "checkpoints have one format, which any number of ranks reads",
+    "--ckpt-format": _ONE_FORMAT,
+    "--fp8-format": _NO_FP8,
+    "--fp8-hybrid": _NO_FP8,
+    "--use-torch-fsdp2": "use --zero-stage 3",
+    "--use-megatron-fsdp": "use --zero-stage 3",
+    "--start-weight-decay": "weight decay stays what it is: use --weight-decay",
+    "--end-weight-decay": "weight decay stays what it is: use --weight-decay",
+    "--pretrained-checkpoint": "use --load with --finetune, and another --save",
     "--fp16-lm-cross-entropy": "the loss is always fp32",
     "--data-impl": "the kind of a data file is seen from its name",
     "--dataloader-type": "samples are always shuffled, by --seed",

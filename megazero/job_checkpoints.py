@@ -184,14 +184,18 @@ def _start_from_scratch(flags: CheckpointConfig, path: Path) -> None:
         )
     if list_tags(path):
         raise ValueError(
-            f"--load {flags.load} has no file `latest`. In it there {listed(path)}. Write the name of one into "
-            "it, or take the newest by --load-fallback."
+            f"--load {flags.load} has no file `latest`. In it there {listed(path)}. Choose one by "
+            f"`python -m megazero.checkpoint rewind {flags.load} --tag TAG`, or take the newest by --load-fallback."
         )
     # The directory that the job saves in may already hold its log.
     if not flags.is_saved_where_loaded and path.is_dir() and any(path.iterdir()):
         raise ValueError(
             f"--load {flags.load} holds other files, but no checkpoint of this job. Name the directory that a job saves in; "
             "`python -m megazero.checkpoint import` makes one of another system's checkpoint."
+        )
+    if flags.exit_on_missing_checkpoint:
+        raise ValueError(
+            f"--exit-on-missing-checkpoint: there is no checkpoint in --load {flags.load} to continue from."
         )
     if flags.finetune:
         raise ValueError(f"--finetune: there is no checkpoint in --load {flags.load} to take the weights from.")

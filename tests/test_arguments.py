@@ -359,6 +359,7 @@ def test_flags_that_are_always_so_are_accepted():
         ("--distributed-timeout-s 1e14", "--distributed-timeout-s must be at most 1,000,000,000"),
         ("--seed -1", "--seed must be 0 or more, got -1"),
         ("--finetune", "--finetune takes the weights of a checkpoint: name its directory by --load"),
+        ("--exit-on-missing-checkpoint", "name where there has to be one by --load"),
         ("--save-retain-interval 5", "--keep-every 5 keeps some of what --keep-last deletes, which is not given"),
     ],
 )

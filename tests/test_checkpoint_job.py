@@ -203,7 +203,7 @@ def test_a_damaged_checkpoint_ends_the_job_with_one_line_and_fallback_takes_the_
     assert any("rank_00001.safetensors is damaged" in line and "(read for" in line for line in errors), done.stdout
     (tmp_path / "latest").unlink()
     done = job(corpus, tmp_path, ranks=1)
-    assert "has no file `latest`. In it there are global_step12, global_step8, global_step4. Write" in done.stdout
+    assert "has no file `latest`. In it there are global_step12, global_step8, global_step4. Choose" in done.stdout
     done = job(corpus, tmp_path, "--load-fallback")
     assert done.returncode == 0 and "continuing after iteration 8" in done.stdout, done.stdout
     assert done.stdout.count("has no file `latest`. Taking the newest checkpoint that is there, global_step12.") == 1

@@ -1067,6 +1067,8 @@ def test_no_data_and_no_checkpoint_to_finetune_are_refused(corpus, tmp_path):
     check_one_line(run_job(TINY_MODEL + corpus[2:], 1), "--train-data is missing")
     done = run_job([*TINY_MODEL, *corpus, "--load", str(tmp_path), "--finetune"], 1)
     check_one_line(done, f"there is no checkpoint in --load {tmp_path} to take the weights from")
+    done = run_job(flags(corpus, tmp_path, 1, "--exit-on-missing-checkpoint"), 1)
+    check_one_line(done, f"--exit-on-missing-checkpoint: there is no checkpoint in --load {tmp_path} to continue from.")
 
 
 def test_bad_input_is_one_clear_line_on_two_ranks_too(corpus, tmp_path):

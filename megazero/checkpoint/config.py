@@ -30,10 +30,13 @@ class CheckpointConfig:
     no_load_optim: bool = option(False, "do not load the optimizer's state")
     no_load_rng: bool = option(False, "do not load the random generators' states")
     load_fallback: bool = option(False, "where the newest checkpoint is damaged, take the newest that is not")
+    exit_on_missing_checkpoint: bool = option(False, "end with an error if there is nothing in --load to continue from")
     finetune: bool = option(False, "load the weights only and start at iteration 0")
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.exit_on_missing_checkpoint and not self.load:
+            raise ValueError("--exit-on-missing-checkpoint: name where there has to be one by --load, or drop it.")
         if self.keep_every and not self.keep_last:
             raise ValueError(
                 f"--keep-every {self.keep_every} keeps some of what --keep-last deletes, which is not given: all checkpoints "
