@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
@@ -26,13 +26,14 @@ from megazero.mpu.groups import ParallelGroups
 from megazero.mpu.partition import partitions
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import AnnealingLR
+from megazero.optim.optimizers import OptimizerFactory
 from megazero.optim.schedules import scheduler_by_name
 from megazero.option import as_given, own_flag
 from megazero.stop_signal import StopSignal
 from megazero.throughput import cpu_slowdown, peak_tflops
 from megazero.timers import Timers
 from megazero.zero import Init
-from megazero.zero.param_groups import weight_decay_groups
+from megazero.zero.param_groups import warn_of_left_out, weight_decay_groups
 from megazero.zero.registry import bucket_of
 
 logger = get_logger(__name__)
@@ -47,6 +48,7 @@ ModelProvider = Callable[[GPT2Config, ParallelGroups, torch.device, torch.dtype]
 ForwardStep = Callable[["Job", "Iterator[dict[str, Tensor]] | None"], Tensor]
 CountTokens = Callable[["Job", dict[str, Tensor]], int]
 BeforeUpdate = Callable[["Job"], None]
+MakeOptimizer = Callable[[Config, nn.Module], tuple[OptimizerFactory, dict[str, int], list[dict[str, Any]]]]
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Job:
     stop: StopSignal = field(default_factory=StopSignal)  # this rank's own reasons to stop
     count_tokens: CountTokens | None = None  # with --calculate-per-token-loss: tokens that count in a micro-batch
     before_update: BeforeUpdate | None = None  # called on every rank when a step's gradients are there
+    has_own_optimizer: bool = False  # the script's, not that of the flags
     own_scalars: dict[str, float] = field(default_factory=dict)  # a script's own numbers, recorded with every log line
 
     @property
@@ -132,6 +135,8 @@ def build_job(
     forward_step: ForwardStep,
     count_tokens: CountTokens | None = None,
     draws: bool = True,
+    make_optimizer: MakeOptimizer | None = None,
+    allow_untested_optimizer: bool = False,
 ) -> Job:
     """The job with its model, its engine and everything else that the loop needs, before anything is loaded.
 
@@ -139,8 +144,8 @@ def build_job(
         draws: draw the model's initial values; False if a checkpoint is loaded next.
 
     Raises:
-        ValueError: --calculate-per-token-loss without `count_tokens`; or what `model_provider` returns is no model on the job's
-            device.
+        ValueError: --calculate-per-token-loss without `count_tokens`; what `model_provider` returns is no model on the job's
+            device; or the optimizer is not known to be elementwise, or has rates that the schedule would not heed.
     """
     weighs_tokens = config.training.calculate_per_token_loss
     if weighs_tokens and count_tokens is None:
@@ -158,11 +163,14 @@ def build_job(
         model = model_provider(config.model, groups, device, dtype)
     _refuse_unfit(model, device)
     _warn_of_own_model(model, config)
-    group_of, group_settings = weight_decay_groups(model, config.optimizer.weight_decay, config.optimizer.uses_muon)
+    factory, group_of, group_settings = (make_optimizer or _optimizer_of_flags)(config, model)
+    if make_optimizer is not None:
+        _check_own_optimizer(group_settings, config)
+        warn_of_left_out(model, group_of)
     engine = Engine(
         model,
         groups,
-        config.optimizer.factory(),
+        factory,
         group_of,
         group_settings,
         zero=config.zero,
@@ -171,10 +179,12 @@ def build_job(
         gradient_accumulation_steps=config.accumulation_steps(groups.data_parallel_size),
         lr_scheduler=lambda optimizer: build_schedule(config, optimizer.torch_optimizer),
         dtype=dtype,  # a model of the script's own may have another
+        allow_untested_optimizer=allow_untested_optimizer,
     )
     engine.reduction_timers = timers
     counts = count_tokens if weighs_tokens else None
     job = Job(config, groups, device, tokenizer, engine, forward_step, timers, peak, count_tokens=counts)
+    job.has_own_optimizer = make_optimizer is not None
     seed_dropout(job)
     if config.model.recompute == "auto":
         _decide_recompute(job)
@@ -253,12 +263,7 @@ def _warn_of_own_model(model: nn.Module, config: Config) -> None:
         (config.training, _FORWARD),
         (config.parallel, set() if partitions(model) else {"model_parallel_size"}),
     )
-    given = [
-        as_given(each, value)
-        for component, names in owners
-        for each in fields(component)
-        if each.name in names and (value := getattr(component, each.name)) != each.default
-    ]
+    given = [flag for component, names in owners for flag in _given(component, names)]
     if given:
         logger.warning(
             "make_model returned a %s, without the GPT2Model that carries out %s: these flags do only what make_model and "
@@ -267,6 +272,35 @@ def _warn_of_own_model(model: nn.Module, config: Config) -> None:
             ", ".join(given),
             extra=ALIKE,
         )
+
+
+def _given(component: Any, names: Collection[str]) -> list[str]:
+    """The flags of these fields of a component of the configuration, as given, where they differ from the defaults."""
+    values = [(each, getattr(component, each.name)) for each in fields(component) if each.name in names]
+    return [as_given(each, value) for each, value in values if value != each.default]
+
+
+def _optimizer_of_flags(
+    config: Config, model: nn.Module
+) -> tuple[OptimizerFactory, dict[str, int], list[dict[str, Any]]]:
+    """What `make_optimizer` returns, for the flags' optimizer."""
+    flags = config.optimizer
+    return flags.factory(), *weight_decay_groups(model, flags.weight_decay, flags.uses_muon)
+
+
+def _check_own_optimizer(group_settings: Sequence[Mapping[str, Any]], config: Config) -> None:
+    """Warns of flags that describe an optimizer where the script makes its own, and refuses rates that no schedule would heed."""
+    unheeded = {"lr"} if config.deepspeed.scheduler is None else {"lr", "lr_mult"}
+    if found := sorted(unheeded & {key for settings in group_settings for key in settings}):
+        raise ValueError(
+            f"make_optimizer returned parameter groups with {' and '.join(found)}, and the job's schedule sets the rates of all "
+            "groups. Under the schedule of the flags, lr_mult is a factor on a group's rate; under one of a --deepspeed_config "
+            "file, all have the same."
+        )
+    names = {each.name for each in fields(config.optimizer)} - {"clip_grad"}
+    if given := _given(config.optimizer, names):
+        flags = ", ".join(given)
+        logger.warning("make_optimizer makes the optimizer: %s do only what it sees to itself", flags, extra=ALIKE)
 
 
 def _decide_recompute(job: Job) -> None:

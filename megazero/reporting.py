@@ -77,7 +77,8 @@ def describe_start(job: Job) -> str:
     size = f"{counted(model.num_layers, 'layer')} x {model.hidden_size}, vocabulary {model.vocab_size:,}"
     count, of_flags = _num_parameters(job.engine.module), f"{model.num_parameters():,} ({size})"
     own = f"{count:,} of {type(job.engine.module).__name__}; TFLOP/s is a GPT-2's of the flags' size, {of_flags}"
-    zero = job.engine.zero
+    kind, zero = type(job.engine.optimizer.torch_optimizer).__name__, job.engine.zero
+    own_optimizer = f"{kind} of make_optimizer; the plan counts its states once it has made them"
     batch = f"{counted(job.config.global_batch_size(dp), 'sequence')} x {job.config.data.seq_length} tokens"
     micro = f"{counted(steps, 'micro-batch')} of {counted(training.batch_size, 'sequence')}"
     rows = [
@@ -86,6 +87,7 @@ def describe_start(job: Job) -> str:
         ("batch", f"{batch}: {micro} on each of {counted(dp, 'data-parallel rank')}"),
         *_left_out(training.skipped_iterations, job.iteration),
         ("device", f"{job.device}, parameters in {str(job.config.precision.dtype).removeprefix('torch.')}"),
+        *([("optimizer", own_optimizer)] if job.has_own_optimizer else []),
         ("ZeRO", f"stage {zero.stage}: {SHARDED[zero.stage]} sharded over {_shards(zero, dp)}{_homes(zero)}"),
     ]
     memory = job.engine.memory()
@@ -130,6 +132,8 @@ def describe_memory(job: Job, title: str, measured: dict[str, int]) -> str:
         job.engine.zero,
         job.groups.data_parallel_size,
         job.device.type,
+        # Besides the master weights; of an optimizer of the script's own, what it has made by now.
+        max(len(bucket.states) for bucket in job.engine.buckets) - 1 if job.has_own_optimizer else 2,
         recomputed_together=job.config.model.recomputed_together,
         micro_batches=job.engine.gradient_accumulation_steps(),
     )

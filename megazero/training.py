@@ -26,6 +26,7 @@ from megazero.job import (
     CountTokens,
     ForwardStep,
     Job,
+    MakeOptimizer,
     ModelProvider,
     build_job,
     setup_distributed,
@@ -69,6 +70,8 @@ def pretrain(
     forward_step: ForwardStep,
     count_tokens: CountTokens | None = None,
     before_update: BeforeUpdate | None = None,
+    make_optimizer: MakeOptimizer | None = None,
+    allow_untested_optimizer: bool = False,
 ) -> Job:
     """Runs the job that `config` describes, from set-up to summary, and returns it.
 
@@ -81,6 +84,9 @@ def pretrain(
             counts, and the mean is 0. Called only with --calculate-per-token-loss, on first tensor-parallel ranks.
         before_update: takes the job, on every rank, when the gradients of a step are there and the weights are still those that
             they are of. It may communicate, set `job.own_scalars` and end the run by `job.stop.end_at`.
+        make_optimizer: takes the configuration and the model, and returns the `optimizer_factory`, `group_of` and
+            `group_settings` of an `Engine`, in place of the flags' optimizer. A group's `lr_mult` is a factor on its rate.
+        allow_untested_optimizer: as for `Engine`.
 
     Raises:
         ValueError: --calculate-per-token-loss without `count_tokens`, or sizes, data and checkpoints that do not fit; or --save
@@ -98,12 +104,23 @@ def pretrain(
     config = replace(config, model=with_vocabulary(config.model, tokenizer))
     flags = config.training
     # Hosts may differ in memory and disk.
-    comm.together(partial(refuse_what_cannot_fit, config, torch.distributed.get_world_size(), comm.local_device()))
+    world, known_states = torch.distributed.get_world_size(), 2 if make_optimizer is None else 0
+    comm.together(partial(refuse_what_cannot_fit, config, world, comm.local_device(), states_per_element=known_states))
     loads = has_something_to_load(config.checkpoint)
     work = "" if loads else "every rank draws the initial values of all "
     building = f"building the model takes a while: {work}{config.model.num_parameters():,} parameters"
     with tells_out_of_memory(config), told_if_slow(logger, building):
-        job = build_job(config, groups, tokenizer, model_provider, forward_step, count_tokens, draws=not loads)
+        job = build_job(
+            config,
+            groups,
+            tokenizer,
+            model_provider,
+            forward_step,
+            count_tokens,
+            draws=not loads,
+            make_optimizer=make_optimizer,
+            allow_untested_optimizer=allow_untested_optimizer,
+        )
     job.before_update = before_update
     if flags.exit_duration_in_mins is not None and torch.distributed.get_rank() == 0:  # one clock: the first rank's
         minutes = flags.exit_duration_in_mins

@@ -532,15 +532,19 @@ def test_gpus_that_pytorch_cannot_use_are_one_line_unless_they_are_hidden_or_ano
     assert run_script(1, str(script), []).returncode == 0
 
 
-@pytest.mark.parametrize("stage", ["0", "2", "3"])
-def test_the_pages_script_logs_each_gradients_norm_and_ends_when_it_says(corpus, tmp_path, stage):
+@pytest.mark.parametrize(("stage", "own_optimizer"), [("0", False), ("2", True), ("3", False)])
+def test_the_pages_script_logs_each_gradients_norm_and_ends_when_it_says(corpus, tmp_path, stage, own_optimizer):
     page = (ROOT / "docs" / "training.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code, lion = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    if own_optimizer:
+        given = re.search(r"`pretrain\(\.\.\., (make_optimizer=.*)\)`", page)[1]
+        code = lion + code.replace("before_update=before_update", f"before_update=before_update, {given}")
     script = tmp_path / "script.py"
     script.write_text(code)
     more = ("--zero-stage", stage, "--global-batch-size", "8", "--fp16")
     done = run_script(2, str(script), flags(corpus, tmp_path / "a", 3, *more))
     assert done.returncode == 0, done.stdout
+    assert ("Lion of make_optimizer" in done.stdout) == own_optimizer
     lines = [line for line in logged(tmp_path / "a") if line["section"] == "train"]
     assert [line["iteration"] for line in lines] == [1, 2, 3]
     for line in lines:

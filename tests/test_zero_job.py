@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,13 @@ from torch import nn
 
 from megazero import comm, mpu, training
 from megazero.arguments import load_config
+from megazero.config import Config
 from megazero.data.build import build_tokenizer_from
 from megazero.job import Job, build_job, setup_distributed, with_vocabulary
 from megazero.job_batches import batches, datasets
 from megazero.job_checkpoints import has_something_to_load, load, save
 from megazero.logging import table
+from megazero.model.gpt2 import GPT2Model
 from megazero.plan import Limits, Setup, plan_job
 from megazero.reporting import describe_memory, describe_start
 from megazero.training import train_step
@@ -24,14 +27,18 @@ from megazero.zero import ReleasedParameter
 from megazero.zero.memory import memory_rows
 from pretrain_gpt2 import forward_step, make_model
 from tests.ranks import run_ranks
-from tests.tiny import TINY_MODEL, logged, run_job
+from tests.tiny import ROOT, TINY_MODEL, logged, run_job
 
 STAGES = (0, 1, 2, 3)
 Weights = dict[str, torch.Tensor]
 
 
-def start(flags: list[str], model: list[str] = TINY_MODEL, own_dtype: torch.dtype | None = None) -> Job:
-    """The job as `pretrain` sets it up, loaded, within ranks that exist already. Its model has `own_dtype`, if given."""
+def start(flags: list[str], model: list[str] = TINY_MODEL, own_dtype: torch.dtype | None = None, **more: Any) -> Job:
+    """The job as `pretrain` sets it up, loaded, within ranks that exist already. Its model has `own_dtype`, if given.
+
+    Args:
+        more: for `build_job`.
+    """
 
     def provider(*arguments: Any) -> nn.Module:
         built = make_model(*arguments[:3], own_dtype or arguments[3])
@@ -45,7 +52,7 @@ def start(flags: list[str], model: list[str] = TINY_MODEL, own_dtype: torch.dtyp
     groups = setup_distributed(config)
     config = replace(config, model=with_vocabulary(config.model, tokenizer))
     loads = has_something_to_load(config.checkpoint)
-    job = build_job(config, groups, tokenizer, provider, forward_step, draws=not loads)
+    job = build_job(config, groups, tokenizer, provider, forward_step, draws=not loads, **more)
     matrices = [value for value in job.engine.state_dict().values() if value.ndim > 1]
     assert all(value.any() != loads for value in matrices), "values are drawn unless they are loaded next"
     load(job, is_expected=loads)
@@ -112,6 +119,107 @@ def own_dtype_case(flags: list[str], own_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("flags", "own_dtype"), [(["--bf16"], torch.float32), ([], torch.bfloat16)])
 def test_the_flags_set_the_dtype_of_any_model_at_every_stage(corpus, flags, own_dtype):
     run_ranks(2, own_dtype_case, [*corpus, *flags], own_dtype)
+
+
+def of_the_page() -> dict[str, Any]:
+    """`Lion` and `make_optimizer` of docs/training.md."""
+    names: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)[1], names)
+    return names
+
+
+def plain_lion(job: Job, steps: int) -> Weights:
+    """The weights after some steps of the page's Lion over whole parameters, with gradients that DDP would give."""
+    model = GPT2Model(job.config.model, group=job.groups.model)
+    model.load_state_dict(job.engine.state_dict())
+    _, group_of, settings = of_the_page()["make_optimizer"](job.config, model)
+    groups = [{**each, "params": []} for each in settings]
+    for name, parameter in model.named_parameters():
+        groups[group_of[name]]["params"].append(parameter)
+    optimizer = of_the_page()["Lion"](groups, {})
+    data, _, _ = datasets(job)
+    iterator = batches(job, data, "training", job.config.training.batch_size, 0, job.accumulation_steps)
+    for step in range(steps):
+        text = next(iterator)["text"]
+        model(text[:, :-1].contiguous(), targets=text[:, 1:].contiguous()).mean().backward()
+        for group in optimizer.param_groups:
+            group["lr"] = job.config.schedule.lr * (steps - step) / steps * group.get("lr_mult", 1)
+            for parameter in group["params"]:
+                parameter.grad = comm.all_reduced(parameter.grad, comm.world()) / 2
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def own_optimizer_case(flags: list[str], folder: str) -> None:
+    own = {"make_optimizer": of_the_page()["make_optimizer"], "allow_untested_optimizer": True}
+    want = None
+    for stage in STAGES:
+        where = [f"--{flag}={folder}/{stage}" for flag in ("save", "load")]
+        for _ in range(2):
+            job = start([*flags, *where, "--train-iters", "4", "--zero-stage", str(stage)], **own)
+            want = want or plain_lion(job, 4)
+            train(job, 2)
+            save(job)
+            weights = job.engine.state_dict()
+            end(job)
+        check_equal(weights, want, f"was trained to other values in stage {stage}")
+
+
+def test_an_optimizer_of_ones_own_trains_and_resumes_as_over_whole_parameters_bit_for_bit(corpus, tmp_path):
+    flags = ["--clip-grad", "0", "--no-eod-mask-loss", "--weight-decay", "0.1"]
+    run_ranks(2, own_optimizer_case, [*corpus, *flags], str(tmp_path))
+
+
+def fixed(**settings: Any) -> dict[str, Any]:
+    """For `build_job`: a torch optimizer of one group with these settings, without the norms' parameters."""
+
+    def make_optimizer(config: Config, model: nn.Module) -> tuple:
+        trained = {name: 0 for name, p in model.named_parameters() if p.ndim > 1}
+        return lambda groups: torch.optim.SGD(groups, momentum=0.9), trained, [settings]
+
+    return {"make_optimizer": make_optimizer}
+
+
+def test_what_an_optimizer_of_ones_own_leaves_out_or_changes_nothing_is_told(corpus, one_rank, caplog):
+    mpu.destroy_model_parallel()
+    with caplog.at_level("WARNING"):
+        job = start([*corpus, "--optimizer", "muon", "--adam-beta2", "0.95", "--clip-grad", "2"], **fixed(lr_mult=2))
+    assert "make_optimizer makes the optimizer: --adam-beta2 0.95, --optimizer muon do only what it" in caplog.text
+    assert "parameters require a gradient but are in no group" in caplog.text
+    before, after = describe_start(job), (train(job, 1), describe_memory(job, "after", job.engine.memory()))[1]
+    assert "SGD of make_optimizer" in before and "from the first step on" not in before
+    held = [re.findall(r"optimizer \(O\) +(\S+ \S+) +(\S+ \S+)", each)[0] for each in (before, after)]
+    assert held[0][0] == held[0][1] != held[1][0] == held[1][1], "momentum is counted once it is there"
+    end(job)
+
+
+NVME = "--zero-stage 1 --offload-optimizer nvme --nvme-path FOLDER"
+
+
+@pytest.mark.parametrize(
+    ("own", "flags", "said"),
+    [
+        (fixed(lr=1.0), "", "groups with lr, and the job's schedule sets"),
+        (
+            fixed(lr_mult=2),
+            "--deepspeed_config FOLDER/file.json",
+            "groups with lr_mult, .* under one of a --deepspeed_",
+        ),
+        ({}, "", r"Lion is not known to be elementwise.* or allow_untested_optimizer=True of Engine or pretrain"),
+        ({"allow_untested_optimizer": True}, NVME, "Lion with states on NVMe would need all of them in memory"),
+    ],
+    ids=["lr", "lr_mult", "untested", "nvme"],
+)
+def test_an_optimizer_of_ones_own_that_would_not_be_heeded_or_does_not_work_is_refused(
+    corpus, tmp_path, one_rank, own, flags, said
+):
+    mpu.destroy_model_parallel()
+    (tmp_path / "file.json").write_text(json.dumps({"scheduler": {"type": "WarmupLR", "params": {}}}))
+    model = TINY_MODEL[: TINY_MODEL.index("--warmup")]  # which would be the flags' schedule
+    own = {"make_optimizer": of_the_page()["make_optimizer"], **own}
+    with pytest.raises(ValueError, match=said):
+        start([*corpus, *flags.replace("FOLDER", str(tmp_path)).split()], model, **own)
 
 
 def overlap_case(flags: list[str], folder: str) -> None:
@@ -205,7 +313,7 @@ def small_host_case(flags: list[str]) -> str:
     is_small = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
     real = training.refuse_what_cannot_fit
     limits = Limits(disk=1000 if is_small else 1 << 40)
-    training.refuse_what_cannot_fit = lambda *job: real(*job, limits)
+    training.refuse_what_cannot_fit = lambda *job, **more: real(*job, limits, **more)
     config = load_config([*TINY_MODEL, *flags], torch.distributed.get_world_size())
     with pytest.raises((ValueError, comm.OtherRankError)) as caught:
         training.pretrain(config, build_tokenizer_from(config.data), make_model, forward_step)

@@ -13,7 +13,7 @@ from megazero.json_config import DeepSpeedConfigError, JsonConfig
 from megazero.logging import ALIKE, get_logger
 from megazero.optim.optimizers import OptimizerFactory, muon_groups, optimizer_by_name
 from megazero.zero.optimizer import refuse_untested
-from megazero.zero.param_groups import hidden_matrices
+from megazero.zero.param_groups import hidden_matrices, warn_of_left_out
 
 logger = get_logger(__name__)
 
@@ -184,12 +184,6 @@ def named_groups(groups: list[dict[str, Any]], model: nn.Module) -> tuple[dict[s
                     f"Parameter {names[id(parameter)]!r} is in two parameter groups. Keep it in one."
                 )
             group_of[names[id(parameter)]] = index
-    left_out = [name for name, p in model.named_parameters() if p.requires_grad and name not in group_of]
-    if groups and left_out:
-        logger.warning(
-            "%d parameters require a gradient but are in no group, and are not trained: %s",
-            len(left_out),
-            left_out,
-            extra=ALIKE,
-        )
+    if groups:
+        warn_of_left_out(model, group_of)
     return group_of, [{key: value for key, value in group.items() if key != "params"} for group in groups]

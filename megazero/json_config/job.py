@@ -115,7 +115,7 @@ def _said_of_adam(section: OptimizerSection) -> list[tuple[str, str, Any]]:
         kind = section.type + (" with adam_w_mode false" if "adam_w_mode" in params else "")
         raise DeepSpeedConfigError(
             f'optimizer {kind}: the GPT-2 job trains with AdamW ("Adam" or "AdamW" in the file), and with Muon by --optimizer '
-            "muon. Other optimizers are for scripts of your own, by megazero.initialize."
+            "muon. Other optimizers are for scripts of your own, by pretrain(make_optimizer=) or megazero.initialize."
         )
     unknown = sorted(params.keys() - ADAM_FIELDS.keys() - ADAM_ALWAYS - {"betas"})
     if unknown:

@@ -77,6 +77,8 @@ class LRScheduleConfig:
 class AnnealingLR(LRSchedule):
     """Sets the learning rate of every parameter group: linear warm-up, then constant, linear or cosine decay, or WSD.
 
+    A group's `lr_mult` is a factor on its rate, as in Megatron-LM.
+
     With n steps taken, w warm-up iterations and e decay iterations (Megatron-LM v0; note that e is not shortened by w):
 
         n <= w   lr * n / w
@@ -128,7 +130,8 @@ class AnnealingLR(LRSchedule):
 
     def get_lr(self) -> list[float]:
         """The current learning rate of every parameter group."""
-        return [self.lr_at(self.last_batch_iteration + 1)] * len(self.optimizer.param_groups)
+        lr = self.lr_at(self.last_batch_iteration + 1)
+        return [lr * group.get("lr_mult", 1.0) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, int]:
         """What `load_state_dict` needs to continue: the number of steps taken."""

@@ -35,8 +35,13 @@ class Setup:
     states: StateSettings
 
     @classmethod
-    def of(cls, config: Config, world_size: int, ranks_per_node: int, device_type: str) -> Setup:
+    def of(
+        cls, config: Config, world_size: int, ranks_per_node: int, device_type: str, states_per_element: int = 2
+    ) -> Setup:
         """The setup of a job with `config` on `world_size` ranks.
+
+        Args:
+            states_per_element: as in `StateSettings`.
 
         Raises:
             ValueError: the configuration does not fit so many ranks, or contradicts itself.
@@ -63,6 +68,7 @@ class Setup:
                 zero,
                 data_parallel,
                 device_type,
+                states_per_element,
                 recomputed_together=config.model.recomputed_together,
                 micro_batches=config.accumulation_steps(data_parallel),
             ),
@@ -76,7 +82,8 @@ class Setup:
         """
         # whether new weights arrive late is decided anew: it is a matter of the stage
         config = self.config.with_values(**{"overlap_param_gather": False, **values})
-        return Setup.of(config, self.world_size, self.ranks_per_node, self.states.device_type)
+        states = self.states
+        return Setup.of(config, self.world_size, self.ranks_per_node, states.device_type, states.states_per_element)
 
     @property
     def model(self) -> GPT2Config:

@@ -60,7 +60,7 @@ def refuse_untested(optimizer: torch.optim.Optimizer) -> None:
         f"{kind.__module__}.{kind.__name__} is not known to be elementwise: it may need whole parameters, while the engine steps "
         f"flat ranges that cut across them. Use one of {', '.join(known)} of torch.optim or apex; for Muon it is "
         "megazero.optim.muon.Muon. If every element's update depends on that element alone, say so by "
-        "zero_allow_untested_optimizer: true in the configuration, or Engine(allow_untested_optimizer=True)."
+        "zero_allow_untested_optimizer: true in the configuration, or allow_untested_optimizer=True of Engine or pretrain."
     )
 
 

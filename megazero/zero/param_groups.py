@@ -7,7 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from megazero.logging import ALIKE, get_logger
 from megazero.zero.units import shape_of
+
+logger = get_logger(__name__)
 
 
 def weight_decay_groups(
@@ -27,6 +30,18 @@ def weight_decay_groups(
         group_of.update(dict.fromkeys(hidden_matrices(model), 2))
         settings.append({"weight_decay": weight_decay, "use_muon": True})
     return group_of, settings
+
+
+def warn_of_left_out(model: nn.Module, group_of: Mapping[str, int]) -> None:
+    """Warns of parameters that require a gradient and are in no group."""
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and name not in group_of]
+    if left_out:
+        logger.warning(
+            "%d parameters require a gradient but are in no group, and are not trained: %s",
+            len(left_out),
+            left_out,
+            extra=ALIKE,
+        )
 
 
 def matrices_of(group_of: Mapping[str, int], group_settings: Sequence[Mapping[str, Any]]) -> set[str]:

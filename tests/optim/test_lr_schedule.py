@@ -30,6 +30,15 @@ def test_warmup_is_linear_from_zero():
     assert rates(schedule(warmup=0.04), 5) == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
+def test_lr_mult_is_a_factor_on_a_groups_rate_at_all_times():
+    groups = [{"params": [torch.zeros(1, requires_grad=True)], **more} for more in ({}, {"lr_mult": 0.5})]
+    lr = AnnealingLR(torch.optim.SGD(groups, lr=0.0), LRScheduleConfig(lr=1.0, warmup=0.1, min_lr=0.5), 20)
+    for n in range(25):
+        rate = n / 2 if n <= 2 else max(1 - (n - 2) / 20, 0.5)
+        assert lr.get_lr() == [pytest.approx(rate), pytest.approx(rate / 2)] == lr.get_last_lr(), n
+        lr.step()
+
+
 def test_warmup_is_a_fraction_of_the_decay_as_in_megatron_lm():
     assert rates(schedule(warmup=0.25, lr_decay_iters=16), 5) == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert rates(schedule(warmup=0.25, lr_decay_iters=400), 101) == [n / 100 for n in range(101)]

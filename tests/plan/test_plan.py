@@ -572,6 +572,9 @@ def test_the_job_refuses_states_that_cannot_fit_and_warns_of_activations(caplog)
     assert "device memory" in caplog.text
     with pytest.raises(ValueError, match="the job needs .* of device memory per rank, and .* are there.*--zero-stage"):
         refuse_what_cannot_fit(config, 8, cuda, Limits(device=plan.device_states - 1))
+    refuse_what_cannot_fit(config, 8, cuda, Limits(device=plan.device_states - 1), states_per_element=0)
+    with pytest.raises(ValueError, match="the job needs"):  # without moments, too
+        refuse_what_cannot_fit(config, 8, cuda, Limits(device=plan.device_states // 2), states_per_element=0)
 
 
 def test_the_job_refuses_activations_that_are_far_too_large():
