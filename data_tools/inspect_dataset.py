@@ -25,12 +25,9 @@ from megazero.data.corpora import find_corpora
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.sidecar import check_tokenizer, read_sidecar, sidecar_path
 from megazero.data.tokenizer import Tokenizer
+from megazero.logging import printable
 
 logger = logging.getLogger(__name__)
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c in "\n\t" or ord(c) >= 0xA0 or 0x20 <= ord(c) < 0x7F else f"\\x{ord(c):02x}" for c in text)
 
 
 def open_corpus(name: str) -> IndexedDataset:
@@ -82,7 +79,7 @@ def show_document(data: IndexedDataset, document: int, tokenizer: Tokenizer | No
         return f"{heading}\n{' '.join(map(str, ids))}"
     if unknown := [i for i in ids if not 0 <= i < tokenizer.vocab_size]:
         heading += f"; ids outside the vocabulary: {unknown}"
-    return f"{heading}\n{_printable(tokenizer.decode(i for i in ids if 0 <= i < tokenizer.vocab_size))}"
+    return f"{heading}\n{printable(tokenizer.decode(i for i in ids if 0 <= i < tokenizer.vocab_size))}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

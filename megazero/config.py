@@ -11,6 +11,7 @@ from typing import Any
 from megazero.activation_checkpointing.options import CheckpointSettings
 from megazero.checkpoint.config import CheckpointConfig
 from megazero.data.build import DataConfig
+from megazero.data.sampler import ramped_batch_size, samples_after
 from megazero.json_config.sections import SchedulerSection
 from megazero.logging import ALIKE, get_logger
 from megazero.model.config import GPT2Config
@@ -18,7 +19,7 @@ from megazero.mpu.groups import check_model_parallel_size
 from megazero.optim.loss_scaler import PrecisionConfig
 from megazero.optim.lr_schedule import LRScheduleConfig
 from megazero.optim.optimizers import OptimizerConfig
-from megazero.option import as_given, check_options, option
+from megazero.option import as_given, check_options, iterations_named, option
 from megazero.zero.config import ZeroConfig
 
 logger = get_logger(__name__)
@@ -153,13 +154,13 @@ class TrainingConfig:
     @property
     def profiled_steps(self) -> tuple[int, int] | None:
         """The first and the last iteration of --profile-steps; None if it names none."""
-        steps = _iterations(self.profile_steps or "")
+        steps = iterations_named(self.profile_steps or "")
         return (steps[0], steps[-1]) if steps else None
 
     @cached_property
     def skipped_iterations(self) -> tuple[range, ...]:
         """The iterations of --iterations-to-skip, in parts."""
-        return tuple(map(_iterations, self.iterations_to_skip or ()))
+        return tuple(map(iterations_named, self.iterations_to_skip or ()))
 
     def skips(self, iteration: int) -> bool:
         """Whether --iterations-to-skip leaves out this iteration, counted as in the log."""
@@ -170,14 +171,6 @@ class TrainingConfig:
         while self.skips(iteration):
             iteration += 1
         return iteration
-
-
-def _iterations(text: str) -> range:
-    """The iterations that "100-102" or "100" names; empty if it names none."""
-    first, dash, last = text.partition("-")
-    last = last if dash else first
-    is_right = first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)
-    return range(int(first), int(last) + 1) if is_right else range(0)
 
 
 @dataclass(frozen=True)
@@ -329,10 +322,9 @@ class Config:
     def global_batch_size(self, data_parallel_size: int, consumed_samples: int | None = None) -> int:
         """Sequences in the optimizer step that follows `consumed_samples`; by default in the run's last steps, which are full."""
         full = self.training.global_batch_size or self.training.batch_size * data_parallel_size
-        if self.training.rampup_batch_size is None or consumed_samples is None:
+        if consumed_samples is None:
             return full
-        start, increment, samples = self.training.rampup_batch_size
-        return min(full, start + consumed_samples * ((full - start) // increment) // samples * increment)
+        return ramped_batch_size(full, self.training.rampup_batch_size, consumed_samples)
 
     def accumulation_steps(self, data_parallel_size: int, consumed_samples: int | None = None) -> int:
         """Micro-batches in that step on each data-parallel rank."""
@@ -342,9 +334,7 @@ class Config:
     def samples_after(self, iterations: int, data_parallel_size: int, consumed_samples: int) -> int:
         """Samples consumed in total after `iterations` further optimizer steps."""
         full = self.global_batch_size(data_parallel_size)
-        while iterations and (size := self.global_batch_size(data_parallel_size, consumed_samples)) < full:
-            iterations, consumed_samples = iterations - 1, consumed_samples + size
-        return consumed_samples + iterations * full
+        return samples_after(full, self.training.rampup_batch_size, iterations, consumed_samples)
 
     @property
     def eval_batch_size(self) -> int:

@@ -87,6 +87,11 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}" + ("" if number == 1 else "es" if thing.endswith("batch") else "s")
 
 
+def printable(text: str) -> str:
+    """The text with control characters spelled out, so that it cannot command the terminal."""
+    return "".join(c if c in "\n\t" or ord(c) >= 0xA0 or 0x20 <= ord(c) < 0x7F else f"\\x{ord(c):02x}" for c in text)
+
+
 def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
     """Two aligned columns under a title."""
     rows = list(rows)

@@ -111,6 +111,14 @@ def without_none(hint: Any) -> Any:
     return typing.get_args(hint)[0] if is_union else hint
 
 
+def iterations_named(text: str) -> range:
+    """The iterations that "100-102" or "100" names; empty if it names none."""
+    first, dash, last = text.partition("-")
+    last = last if dash else first
+    is_right = first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)
+    return range(int(first), int(last) + 1) if is_right else range(0)
+
+
 class Parser(argparse.ArgumentParser):
     """A command-line parser that raises its errors, so that the caller decides which rank reports them."""
 

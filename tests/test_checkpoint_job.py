@@ -19,9 +19,12 @@ import generate_samples
 import pretrain_gpt2
 from megazero import job_checkpoints
 from megazero.checkpoint.__main__ import main as checkpoint_command
+from megazero.checkpoint.commands import samples
 from megazero.checkpoint.config import CheckpointConfig
 from megazero.checkpoint.folder import CheckpointFolder
+from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
+from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference import load_model
 from megazero.job_checkpoints import refuse_unwritable
@@ -68,6 +71,86 @@ def test_saving_in_the_background_writes_the_same_bytes_and_the_end_waits(corpus
     assert (tmp_path / "latest").read_text() == "global_step12"
     for tag in ("global_step4", "global_step8", "global_step12"):
         assert files(tmp_path, tag) == files(whole, tag)
+
+
+RECORDED = """
+import pretrain_gpt2, torch
+from megazero.entry import run_script
+
+get_batch = pretrain_gpt2.get_batch
+
+def recorded(iterator, job):
+    tokens, targets = get_batch(iterator, job)
+    with open(f"{job.config.checkpoint.save}/fed{torch.distributed.get_rank()}", "a") as file:
+        for row in torch.cat([tokens, targets[:, -1:]], dim=1).tolist():
+            print(job.iteration + 1, repr(job.tokenizer.decode(row)), file=file)
+    return tokens, targets
+
+pretrain_gpt2.get_batch = recorded
+run_script(pretrain_gpt2.check, pretrain_gpt2.main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mp", "more"), [(1, []), (1, ["--rampup-batch-size", "2", "2", "8"]), (2, ["--reset-position-ids"])]
+)
+def test_the_samples_of_iterations_are_what_the_ranks_were_fed(corpus, tmp_path, capsys, mp, more):
+    (tmp_path / "job.py").write_text(RECORDED)
+    save, (_, path, *vocabulary) = tmp_path / "save", corpus
+    for suffix in (".bin", ".idx"):
+        shutil.copy(path + suffix, tmp_path / f"other{suffix}")
+    blend = ["--train-data", "0.3", str(tmp_path / "other"), "0.7", path, *vocabulary]
+    batch = ["--batch-size", "1", "--global-batch-size", "4", "--model-parallel-size", str(mp)]
+    done = run_script(2, str(tmp_path / "job.py"), [*FLAGS, *blend, "--save", str(save), *batch, *more])
+    assert done.returncode == 0, done.stdout
+    fed = [(save / f"fed{rank}").read_text().splitlines() for rank in range(2 // mp)]
+    for first, last, tag in ((1, 2, 4), (3, 7, 4), (12, 12, 12)):  # before the checkpoint, around it, the last
+        command = ["samples", str(save), "--tag", f"global_step{tag}", "--iterations", f"{first}-{last}"]
+        assert checkpoint_command(command) == 0
+        iterations = range(first, last + 1)
+        expected = [line for i in iterations for of in fed for line in of if int(line.split(None, 1)[0]) == i]
+        shown = re.split(r"^--- iteration (\d+), sample .*\n", capsys.readouterr().out, flags=re.MULTILINE)[1:]
+        assert expected == [f"{i} {text[:-1]!r}" for i, text in zip(shown[::2], shown[1::2], strict=True)]
+
+
+def test_a_sample_is_shown_with_its_documents_also_of_data_that_has_moved(corpus, whole, tmp_path, capsys, monkeypatch):
+    command = ["samples", str(whole), "--iterations", "3", "--max-tokens", "9"]
+    assert checkpoint_command(command) == 0
+    shown, (_, path, _, vocabulary, *_) = capsys.readouterr().out, corpus
+    heading = re.match(r"--- iteration 3, sample 8: documents (\d+), .* of (.*), 33 tokens, the first 9\n", shown)
+    assert heading[2] == path
+    document = IndexedDataset(path).get(int(heading[1])).tolist()
+    text = shown[heading.end() : shown.index("--- iteration 3, sample 9")].strip()
+    assert text in build_tokenizer("GPT2BPETokenizer", tokenizer_path=vocabulary).decode(document)
+    shutil.copytree(Path(path).parent, tmp_path / "moved", ignore=shutil.ignore_patterns("cache"))
+    moved = ["--train-data", str(tmp_path / "moved" / "tiny"), "--tokenizer-path", str(tmp_path / "moved" / "vocab")]
+    client = client_state(Reader(whole))
+    client["config"]["data"].update(train_data=["gone"], valid_data=["gone"], tokenizer_path="gone", split="8,0,1")
+    monkeypatch.setattr(samples, "client_state", lambda reader: client)
+    client["corpora"] = [f"0-178 of {IndexedDataset(path).fingerprint}"]
+    assert checkpoint_command(command) == 2
+    assert "gone: there is no such file" in (error := capsys.readouterr().err) and "--train-data and --tok" in error
+    assert checkpoint_command([*command, *moved, "--data-cache-path", str(tmp_path / "cache")]) == 0
+    assert any((tmp_path / "cache").iterdir()) and not (tmp_path / "moved" / "cache").exists()
+    client["corpora"] = ["0-178 of another"]
+    assert checkpoint_command([*command, *moved]) == 2
+    assert "are not those of the run of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("iterations", "changed", "message"),
+    [
+        ("0", {}, "--iterations 0: give the first and the last iteration, as in 510-512, or one"),
+        ("9-8", {}, "--iterations 9-8: give"),
+        ("12-13", {}, "--iterations: the run of .*/global_step12 ends before iteration 13, with 48 samples"),
+        ("12", {"consumed_samples": 40}, "had another global batch before. Name the checkpoint from which it went on"),
+    ],
+)
+def test_iterations_that_are_none_of_the_run_are_refused(whole, capsys, monkeypatch, iterations, changed, message):
+    client = {**client_state(Reader(whole)), **changed}
+    monkeypatch.setattr(samples, "client_state", lambda reader: client)
+    assert checkpoint_command(["samples", str(whole), "--iterations", iterations]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 FULL_DISK = """

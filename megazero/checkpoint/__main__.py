@@ -1,4 +1,4 @@
-"""`python -m megazero.checkpoint`: lists, verifies, compares, rewinds, reshapes, exports and imports checkpoints."""
+"""`python -m megazero.checkpoint`: lists, verifies, compares, rewinds, reshapes and converts checkpoints, and shows samples."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megazero.checkpoint.commands.export import export_huggingface
 from megazero.checkpoint.commands.ls import describe, describe_directory, locate, open_checkpoint
 from megazero.checkpoint.commands.reshape import reshape
 from megazero.checkpoint.commands.rewind import rewind
+from megazero.checkpoint.commands.samples import show_samples
 from megazero.checkpoint.commands.verify import verify
 from megazero.checkpoint.importers.dcp import read_dcp
 from megazero.checkpoint.importers.deepspeed import read_deepspeed
@@ -23,7 +24,7 @@ from megazero.checkpoint.importers.megatron import read_megatron
 from megazero.checkpoint.reader import Reader
 from megazero.logging import counted, prepare_output, until_reader_leaves
 from megazero.optim.loss_scaler import DTYPES
-from megazero.option import Parser, flag_of
+from megazero.option import Parser, flag_of, iterations_named
 from megazero.zero.memory import size
 
 _PATH = "a directory that a job saves in (its latest checkpoint is meant), or one of the checkpoints in it"
@@ -72,6 +73,16 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument("--weights-only", action="store_true", help=weights_only)
     sub.add_argument("--all", action="store_true", help="list all tensors that differ, not the first 20")
     add_source(command("rewind", _rewind, "make an earlier checkpoint the one that jobs continue from"))
+    sub = command("samples", _samples, "show the text that the run has read, or will read, in some iterations")
+    add_source(sub)
+    sub.add_argument(
+        "--iterations", required=True, metavar="A-B", help="which, numbered as in the log: A-B, or A alone"
+    )
+    sub.add_argument("--max-tokens", type=int, default=200, metavar="N", help="to show of each sample (default: 200)")
+    elsewhere = "if it is elsewhere now: as the training job's flag"
+    sub.add_argument("--train-data", "--data-path", nargs="+", metavar="DATA", help=elsewhere)
+    sub.add_argument("--tokenizer-path", help=elsewhere)
+    sub.add_argument("--data-cache-path", help=elsewhere)
     sub = command("reshape", _reshape, "rewrite a checkpoint into files for another number of ranks")
     add_source(sub)
     sub.add_argument("out", metavar="OUT", help="directory in which the checkpoint is written, under the same tag")
@@ -128,6 +139,20 @@ def _rewind(arguments: argparse.Namespace) -> int:
     directory, tag = locate(arguments.path, arguments.tag)
     before = rewind(directory, tag)
     print(f"{directory}: jobs continue from {tag}" + (f", no longer from {before}" if before else ""))
+    return 0
+
+
+def _samples(arguments: argparse.Namespace) -> int:
+    if not (iterations := iterations_named(arguments.iterations)):
+        raise ValueError(
+            f"--iterations {arguments.iterations}: give the first and the last iteration, as in 510-512, or one."
+        )
+    if arguments.max_tokens < 1:
+        raise ValueError(f"--max-tokens must be at least 1, got {arguments.max_tokens}.")
+    elsewhere = arguments.train_data, arguments.tokenizer_path, arguments.data_cache_path
+    reader = open_checkpoint(arguments.path, arguments.tag)
+    for text in show_samples(reader, iterations, arguments.max_tokens, *elsewhere):
+        print(text)
     return 0
 
 

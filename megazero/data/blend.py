@@ -9,6 +9,7 @@ after the other; this rule needs no loop over samples, and its order is not Mega
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -108,3 +109,7 @@ class BlendedDataset:
 
     def __getitem__(self, i: int) -> dict[str, npt.NDArray[np.int64]]:
         return self.datasets[self.order.dataset_index[i]][int(self.order.sample_index[i])]
+
+    def source_of(self, i: int) -> tuple[Path, list[int]]:
+        """What `GPT2Dataset.source_of` says, of the item's dataset."""
+        return self.datasets[self.order.dataset_index[i]].source_of(int(self.order.sample_index[i]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,14 @@ class GPT2Dataset:
             filled += len(piece)
             position, offset = position + 1, 0
         return {"text": text}
+
+    def source_of(self, i: int) -> tuple[Path, list[int]]:
+        """The corpus of an item, and the numbers there of the documents that it is cut from, as `data_tools inspect` counts."""
+        sample = int(self.index.shuffle_idx[i])
+        (position, _), (last_position, _) = self.index.sample_idx[sample : sample + 2].tolist()
+        sequences = self.index.doc_idx[position : last_position + 1]
+        documents = np.searchsorted(self.indexed.doc_idx, sequences, side="right") - 1
+        return self.indexed.prefix, documents.tolist()
 
     def __reduce__(self) -> tuple[Callable[..., GPT2Dataset], tuple]:
         return GPT2Dataset, self._arguments  # a data-loader worker maps the files itself

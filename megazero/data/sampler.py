@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from megazero.children import WORKERS_NEED
@@ -77,6 +77,21 @@ class DataParallelBatchSampler:
         for part in self._parts():
             for micro in range(part.start, part.stop, self.micro_batch_size):
                 yield list(range(micro, micro + self.micro_batch_size))
+
+
+def ramped_batch_size(full: int, rampup: Sequence[int] | None, consumed_samples: int) -> int:
+    """Samples in the global batch that follows `consumed_samples`, on the way to `full` that --rampup-batch-size describes."""
+    if rampup is None:
+        return full
+    start, increment, samples = rampup
+    return min(full, start + consumed_samples * ((full - start) // increment) // samples * increment)
+
+
+def samples_after(full: int, rampup: Sequence[int] | None, iterations: int, consumed_samples: int) -> int:
+    """Samples consumed in total after `iterations` further global batches."""
+    while iterations and (size := ramped_batch_size(full, rampup, consumed_samples)) < full:
+        iterations, consumed_samples = iterations - 1, consumed_samples + size
+    return consumed_samples + iterations * full
 
 
 def until_exhausted(loader: Iterable[T], name: str) -> Iterator[T]:

@@ -99,6 +99,11 @@ def test_ls_of_a_damaged_checkpoint_whose_save_died_between_its_renames(saved, c
     assert status == 0 and lines[1].split()[:2] == ["*", TAG] and lines[1].endswith("cannot be read")
 
 
+def test_a_script_s_own_checkpoint_does_not_say_which_samples_it_read(saved, capsys):
+    assert main(["samples", str(saved), "--iterations", "1"]) == 2
+    assert f"{TAG} was not saved by the training job, so it does not say which" in capsys.readouterr().err
+
+
 def test_verify_says_that_the_index_itself_is_damaged(saved, capsys):
     path = saved / TAG / "index.json"
     content = path.read_text()
