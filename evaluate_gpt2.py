@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import torch
+from torch import Tensor
+
 from megazero.arguments import load_components
+from megazero.comm import told_world
+from megazero.data.corpora import Corpus, indexed_prefix
+from megazero.data.sources import Sources
+from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.evaluation import check_stride, ending_accuracy, last_word_accuracy, sliding_window_perplexity
 from megazero.inference import InferenceConfig, Trained, load_model, open_checkpoint
@@ -32,11 +40,15 @@ class EvaluationConfig:
 
     task: str = option(
         "perplexity",
-        "perplexity of a plain text file, word-level perplexity of WikiText, last-word accuracy on LAMBADA's JSON lines, or how "
-        "often the right one of HellaSwag's endings is the likeliest",
+        "perplexity of a plain text file or of tokens, word-level perplexity of WikiText, last-word accuracy on LAMBADA's JSON "
+        "lines, or how often the right one of HellaSwag's endings is the likeliest",
         choices=("perplexity", "wikitext", *_OF_LINES),
     )
-    valid_data: str | None = option(None, "text file to evaluate on; for lambada and hellaswag, a file of JSON lines")
+    valid_data: str | None = option(
+        None,
+        "text file to evaluate on; for lambada and hellaswag, a file of JSON lines; for perplexity also the prefix of .bin/.idx "
+        "files",
+    )
     text_key: str = option("text", "key of the text in each JSON line, for lambada")
     overlapping_eval: int | None = option(
         None,
@@ -57,9 +69,19 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         if self.valid_data is None:
             raise ValueError("--valid-data is missing: name the file to evaluate on.")
-        if not Path(self.valid_data).is_file():
+        if not Path(self.valid_data).is_file() and self.tokens is None:
             raise ValueError(f"--valid-data {self.valid_data}: there is no such file.")
+        if self.tokens is not None and self.task != "perplexity":
+            raise ValueError(f"--valid-data {self.valid_data} names tokens, and --task {self.task} needs the text.")
         check_options(self)
+
+    @property
+    def tokens(self) -> Path | None:
+        """The prefix of the tokens that --valid-data names; None if it names a text."""
+        assert self.valid_data is not None
+        path = Path(self.valid_data)
+        is_text = path.is_file() and path.suffix not in (".bin", ".idx")
+        return None if is_text else indexed_prefix(path)
 
     def window(self, trained: Trained) -> int:
         """Tokens per window. An imported checkpoint does not record its training job's, so the window is all positions."""
@@ -79,10 +101,10 @@ def check(world_size: int) -> Checked:
     config, task = load_components((InferenceConfig, EvaluationConfig), "Evaluate a checkpoint.")
     config.check_world(world_size)
     assert task.valid_data is not None
-    if task.task not in _OF_LINES and has_lines_of_json(task.valid_data):
+    if task.task not in _OF_LINES and task.tokens is None and has_lines_of_json(task.valid_data):
         raise ValueError(
             f"--valid-data {task.valid_data} holds JSON lines, whose keys and escapes would count as text. Write the texts alone "
-            "into a file; or, for the mean loss of a corpus, give it to pretrain_gpt2.py as --valid-data."
+            "into a file; or tokenize them by data_tools/preprocess_data.py --append-eod, and give the prefix of the tokens."
         )
     trained = open_checkpoint(config)
     window = task.window(trained)
@@ -139,16 +161,7 @@ def endings(config: InferenceConfig, task: EvaluationConfig, trained: Trained) -
 
 def perplexity(config: InferenceConfig, task: EvaluationConfig, trained: Trained) -> Rows:
     """The rows of the result on a text."""
-    assert task.valid_data is not None
-    text, is_wikitext = read_text(task.valid_data, "--valid-data"), task.task == "wikitext"
-    words = word_count(text, is_wikitext)
-    tokens = trained.tokenizer.encode(wikitext_detokenize(text) if is_wikitext else text)
-    if len(tokens) < 2 or not words:
-        found = f"{counted(len(tokens), 'token')} and {counted(words, 'word')}"
-        raise ValueError(
-            f"--valid-data {task.valid_data} has {found}; the first token is not predicted, and the result is also given per "
-            "word: give a longer text."
-        )
+    tokens, words = read_stream(task, trained.tokenizer)
     model, groups = load_model(config, trained)
     seq_length = task.window(trained)
     result = sliding_window_perplexity(
@@ -160,12 +173,39 @@ def perplexity(config: InferenceConfig, task: EvaluationConfig, trained: Trained
         groups=groups,
         original_word_count=words,
     )
-    return [
-        ("tokens", f"{result.tokens:,}, {words:,} word{'s' * (words != 1)}"),
+    number = "" if words is None else f", {words:,} word{'s' * (words != 1)}"
+    rows = [
+        ("tokens", f"{result.tokens:,}{number}"),
         ("loss", f"{result.loss:.4f} nats per token"),
         ("perplexity", f"{result.ppl:.3f} per token"),
-        ("adjusted perplexity", f"{result.adjusted_ppl:.3f} per word, comparable between tokenizers"),
     ]
+    per_word = "unknown: tokens do not say which words they are of"
+    if result.adjusted_ppl is not None:
+        per_word = f"{result.adjusted_ppl:.3f} per word, comparable between tokenizers"
+    return [*rows, ("adjusted perplexity", per_word)]
+
+
+def read_stream(task: EvaluationConfig, tokenizer: Tokenizer) -> tuple[Sequence[int] | Tensor, int | None]:
+    """The tokens to predict, and the number of words in them; None if it is unknown.
+
+    Raises:
+        ValueError: there are too few, or they are of another vocabulary.
+    """
+    assert task.valid_data is not None
+    if task.tokens is not None:
+        rank, _ = told_world()  # the first one warns, and takes the cache's checksums
+        corpus = Sources(tokenizer, task.text_key, None, rank, rank).open(Corpus(task.tokens, is_indexed=True))
+        return torch.as_tensor(corpus.read(0, corpus.num_tokens), dtype=torch.int64), None
+    text, is_wikitext = read_text(task.valid_data, "--valid-data"), task.task == "wikitext"
+    words = word_count(text, is_wikitext)
+    tokens = tokenizer.encode(wikitext_detokenize(text) if is_wikitext else text)
+    if len(tokens) < 2 or not words:
+        found = f"{counted(len(tokens), 'token')} and {counted(words, 'word')}"
+        raise ValueError(
+            f"--valid-data {task.valid_data} has {found}; the first token is not predicted, and the result is also given per "
+            "word: give a longer text."
+        )
+    return tokens, words
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class Perplexity:
 
     loss: float  # nats per token
     ppl: float  # exp(loss)
-    adjusted_ppl: float  # exp(nats per word of the original text): comparable between tokenizers
+    adjusted_ppl: float | None  # exp(nats per word of the original text): comparable between tokenizers
     tokens: int  # tokens predicted
 
 
@@ -61,7 +61,7 @@ def sliding_window_perplexity(
     overlapping_eval: int,
     batch_size: int,
     groups: mpu.ParallelGroups,
-    original_word_count: int,
+    original_word_count: int | None,
 ) -> Perplexity:
     """Perplexity of a token stream in which every token but the first is predicted once.
 
@@ -74,7 +74,7 @@ def sliding_window_perplexity(
             [b, s] in nats.
         tokens: the whole stream, 1-D.
         batch_size: windows per forward pass and rank.
-        original_word_count: words of the text before any detokenization (`word_count`), for `adjusted_ppl`.
+        original_word_count: words of the text before any detokenization (`word_count`), for `adjusted_ppl`; None if unknown.
 
     Raises:
         ValueError: there are fewer than two tokens, or the stride is outside [1, seq_length].
@@ -101,7 +101,7 @@ def sliding_window_perplexity(
     return Perplexity(
         loss=loss_per_token,
         ppl=perplexity(loss_per_token),
-        adjusted_ppl=perplexity(total / original_word_count),
+        adjusted_ppl=perplexity(total / original_word_count) if original_word_count else None,
         tokens=stream.numel() - 1,
     )
 

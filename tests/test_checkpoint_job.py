@@ -24,7 +24,7 @@ from megazero.checkpoint.config import CheckpointConfig
 from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
-from megazero.data.indexed_dataset import IndexedDataset
+from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference import load_model
 from megazero.job_checkpoints import refuse_unwritable
@@ -423,6 +423,31 @@ def test_json_lines_are_the_data_of_tasks_that_ask_questions(whole, tmp_path, ta
     ]
     done = run_script(2, "evaluate_gpt2.py", flags)
     assert done.returncode == 0 and re.search(expected, done.stdout, re.DOTALL), done.stdout
+
+
+def test_tokens_have_the_perplexity_of_their_text(own_world, corpus, whole, tmp_path, monkeypatch):
+    text, tokenizer = "".join(make_texts(9)), build_tokenizer("GPT2BPETokenizer", tokenizer_path=corpus[3])
+    ids = tokenizer.encode(text)
+    (tmp_path / "text").write_text(text)
+    for name, last in (("ids", ids[-1]), ("wrong", tokenizer.vocab_size)):
+        with IndexedDatasetWriter(tmp_path / f"{name}_text_document", "uint16") as writer:
+            writer.add_document(ids[:50])
+            writer.add_document([*ids[50:-1], last])
+
+    def checked(data, *more):
+        given = ["--load", str(whole), "--valid-data", str(tmp_path / data), "--overlapping-eval", "8", *more]
+        monkeypatch.setattr("sys.argv", ["evaluate_gpt2.py", *given])
+        return evaluate_gpt2.check(1)
+
+    with pytest.raises(ValueError, match="wrong_text_document.bin holds token ids from .* to 300, but"):
+        evaluate_gpt2.perplexity(*checked("wrong"))
+    with pytest.raises(ValueError, match="--valid-data .*ids names tokens, and --task lambada needs the text"):
+        checked("ids", "--task", "lambada")
+    loaded = load_model(*checked("text")[::2])
+    monkeypatch.setattr(evaluate_gpt2, "load_model", lambda *_: loaded)
+    of_text, of_tokens = (evaluate_gpt2.perplexity(*checked(data)) for data in ("text", "ids_text_document.bin"))
+    assert of_tokens[1:3] == of_text[1:3] and of_tokens[0][1] == f"{len(ids) - 1:,}"
+    assert "unknown" in of_tokens[3][1]
 
 
 @pytest.mark.parametrize("task", ["perplexity", "wikitext"])

@@ -138,7 +138,7 @@ def _find(entry: str, flag: str) -> list[Corpus]:
     if _is_named(entry):
         return _find_named(entry, flag)
     path = Path(entry)
-    prefix = _indexed_prefix(path)
+    prefix = indexed_prefix(path)
     if prefix is not None:
         return [Corpus(prefix, True)]
     if path.is_file():
@@ -157,7 +157,7 @@ def _find(entry: str, flag: str) -> list[Corpus]:
 
 
 def _is_named(entry: str) -> bool:
-    return entry in NAMED_CORPORA and not Path(entry).exists() and _indexed_prefix(Path(entry)) is None
+    return entry in NAMED_CORPORA and not Path(entry).exists() and indexed_prefix(Path(entry)) is None
 
 
 def _files_by_part(name: str) -> dict[str, list[str]]:
@@ -190,7 +190,7 @@ def is_json(path: Path) -> bool:
     return uncompressed_name(path).suffix in _JSON_SUFFIXES
 
 
-def _indexed_prefix(path: Path) -> Path | None:
+def indexed_prefix(path: Path) -> Path | None:
     """The prefix that `path` means: a prefix itself, one without its key and ending, or one of its files."""
     if path.suffix in (".bin", ".idx"):
         return path.with_suffix("")
