@@ -22,6 +22,7 @@ from megazero.model.init import NoDraws
 from megazero.mpu.groups import ParallelGroups, check_model_parallel_size
 from megazero.optim.loss_scaler import DtypeConfig
 from megazero.option import flag_of, option
+from megazero.zero.init import suspended
 
 logger = logging.getLogger(__name__)
 
@@ -129,21 +130,29 @@ def _tokenizer(config: InferenceConfig, client: dict[str, Any], path: Path) -> T
 def load_model(config: InferenceConfig, trained: Trained) -> tuple[GPT2Model, ParallelGroups]:
     """The model in evaluation mode on this process's device, split over the model-parallel group.
 
-    Initializes torch.distributed and the model-parallel groups. Besides this rank's part of the model, one parameter at a time is
-    in memory.
+    Initializes torch.distributed and the model-parallel groups, once in a process: `read_model` reads further models.
     """
-    reader = trained.reader
     round_fp32_products(config.tf32)
     leave_out_cudnn_attention()
     comm.init_distributed(config.distributed_backend)
     say_what_is_idle(config.dtype, config.tf32, comm.local_device())
     groups = mpu.initialize_model_parallel(config.model_parallel_size)
-    with NoDraws():
-        model = GPT2Model(trained.model, group=groups.model, device=comm.local_device(), dtype=config.dtype)
+    return read_model(trained, groups, config.dtype), groups
+
+
+def read_model(trained: Trained, groups: ParallelGroups, dtype: torch.dtype) -> GPT2Model:
+    """The model in evaluation mode on this process's device, split over `groups.model`: also in a job, as a teacher.
+
+    Each rank reads its own part, without communication; in addition, one parameter at a time is in memory. Neither random streams
+    nor a `zero.Init` around it take part.
+    """
+    reader = trained.reader
+    with suspended(), torch.random.fork_rng(devices=[]), NoDraws():
+        model = GPT2Model(trained.model, group=groups.model, device=comm.local_device(), dtype=dtype)
     cuts, rank, size = mpu.partitions(model), groups.model_parallel_rank, groups.model_parallel_size
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             cut, out = cut_of(cuts.get(name), tuple(parameter.shape), size), parameter.view(-1)
             reader.read_part(name, reader.entry(name).weight_state, out, cut=cut, rank=rank, size=size)
     logger.info("loaded %s: %s parameters", reader.path, f"{trained.model.num_parameters():,}")
-    return model.eval(), groups
+    return model.eval()

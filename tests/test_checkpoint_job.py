@@ -17,7 +17,7 @@ import torch
 import evaluate_gpt2
 import generate_samples
 import pretrain_gpt2
-from megazero import job_checkpoints
+from megazero import inference, job_checkpoints
 from megazero.checkpoint.__main__ import main as checkpoint_command
 from megazero.checkpoint.commands import samples
 from megazero.checkpoint.config import CheckpointConfig
@@ -31,7 +31,7 @@ from megazero.job_checkpoints import refuse_unwritable
 from megazero.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.checkpoints import flip
 from tests.ranks import run_script
-from tests.tiny import TINY_MODEL, make_texts, make_vocabulary, run_job
+from tests.tiny import ROOT, TINY_MODEL, logged, make_texts, make_vocabulary, run_job
 
 FLAGS = [*TINY_MODEL, "--train-iters", "12", "--log-interval", "4", "--save-interval", "4", "--hidden-dropout", "0.1"]
 
@@ -486,6 +486,60 @@ def test_a_model_in_use_rounds_to_tf32_where_it_is_asked_to(own_world, whole, mo
         torch.backends.cuda.enable_cudnn_sdp(True)
     said = flag == "--tf32" and not torch.cuda.is_available()
     assert ("--tf32 has no effect: the ranks compute on cpu" in caplog.text) == said
+
+
+def test_the_pages_lines_read_two_models_and_leave_random_streams_alone(own_world, whole, monkeypatch):
+    monkeypatch.setattr(inference, "leave_out_cudnn_attention", lambda: None)
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)[1]
+    names, before = {}, torch.get_rng_state()
+    exec(compile(re.sub(r"checkpoints/run\d", str(whole), code), "docs/training.md", "exec"), names)
+    tokens, losses = names["tokens"], names["losses"]
+    assert losses.shape == (1, tokens.numel() - 1) and len(names["widths"]) == 1
+    assert torch.equal(names["other"](tokens[:, :-1], targets=tokens[:, 1:]), losses)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+TEACHER = """
+import pretrain_gpt2, sys, torch
+from megazero.entry import run_script
+from megazero.inference import InferenceConfig, open_checkpoint, read_model
+from megazero.training import pretrain
+
+read_in, directory, teachers = sys.argv.pop(1), sys.argv.pop(1), []
+
+def read(where, groups, dtype):
+    if where == read_in and not teachers:
+        teachers.append(read_model(open_checkpoint(InferenceConfig(load=directory)), groups, dtype))
+
+def make_model(config, groups, device, dtype):
+    read("make_model", groups, dtype)
+    return pretrain_gpt2.make_model(config, groups, device, dtype)
+
+def forward_step(job, iterator):
+    read("forward_step", job.groups, torch.float32)
+    tokens, targets = pretrain_gpt2.get_batch(iterator, job)
+    with torch.no_grad():
+        job.own_scalars["teacher"] = float(teachers[0](tokens, targets=targets).mean())
+    loss = job.engine(tokens, targets=targets).mean()
+    job.own_scalars["student"] = float(loss)
+    return loss
+
+run_script(pretrain_gpt2.check, lambda checked: pretrain(*checked, make_model, forward_step))
+"""
+
+
+@pytest.mark.parametrize("read_in", ["make_model", "forward_step"])
+@pytest.mark.parametrize("flags", ["--zero-stage 3", "--zero-stage 2 --model-parallel-size 2"])
+def test_a_teacher_is_read_in_a_job_and_does_not_learn(corpus, whole, tmp_path, read_in, flags):
+    (tmp_path / "script.py").write_text(TEACHER)
+    save = tmp_path / "save"
+    given = [read_in, str(whole), *TINY_MODEL, *corpus, *flags.split(), "--load", str(whole), "--finetune"]
+    given += ["--train-iters", "3", "--log-interval", "1", "--save", str(save), "--no-tensorboard"]
+    done = run_script(2, str(tmp_path / "script.py"), given)
+    assert done.returncode == 0, done.stdout
+    first, *others = logged(save)
+    assert first["teacher"] == pytest.approx(first["student"])
+    assert all(abs(line["teacher"] - line["student"]) > 0.01 for line in others)
 
 
 def test_the_jobs_checkpoint_becomes_a_file_of_weights(whole, tmp_path):
