@@ -244,7 +244,10 @@ def _refuse_other_model(job: Job, path: Path, client: dict[str, Any]) -> None:
     if others:
         differ = ", ".join(f"{flag_of(name)} {was}, now {now}" for name, (was, now) in others.items())
         given = " ".join(f"{flag_of(name)} {was}" for name, (was, _) in others.items())
-        raise ValueError(f"The checkpoint {path} was trained with {differ}: that is another model. Give {given}.")
+        raise ValueError(
+            f"The checkpoint {path} was trained with {differ}: that is another model. Give {given}. To change a trained model, "
+            "see docs/checkpoints.md."
+        )
 
 
 def has_failed_to_save(job: Job) -> bool:

@@ -542,6 +542,22 @@ def test_a_teacher_is_read_in_a_job_and_does_not_learn(corpus, whole, tmp_path, 
     assert all(abs(line["teacher"] - line["student"]) > 0.01 for line in others)
 
 
+def test_the_pages_lines_give_a_trained_model_more_positions(corpus, whole, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    page = (ROOT / "docs" / "checkpoints.md").read_text().split("## Change a trained model")[1]
+    flags = [*TINY_MODEL, *corpus, "--max-position-embeddings", "64", "--seq-length", "64", "--train-iters", "1"]
+    refused = run_job([*flags, "--load", str(whole)], 1)
+    assert "To change a trained model, see docs/checkpoints.md" in refused.stdout, refused.stdout
+    monkeypatch.chdir(tmp_path)
+    checkpoint_command(["export", "--to", "huggingface", str(whole), "exported"])
+    exec(compile(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], "docs/checkpoints.md", "exec"), {})
+    checkpoint_command(["import", "--from", "huggingface", "longer", "checkpoints/longer"])
+    done = run_job([*flags, "--load", str(tmp_path / "checkpoints/longer"), "--finetune"], 1)
+    assert done.returncode == 0, done.stdout
+    weight, longer = (Reader(path).read_weight("position_embeddings.weight") for path in (whole, "checkpoints/longer"))
+    assert torch.equal(longer, torch.cat([weight, weight]))
+
+
 def test_the_jobs_checkpoint_becomes_a_file_of_weights(whole, tmp_path):
     command = [sys.executable, "zero_to_fp32.py", ".", str(tmp_path / "pytorch_model.bin")]
     done = subprocess.run(command, cwd=whole, capture_output=True, text=True, check=True)
