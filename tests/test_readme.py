@@ -96,6 +96,15 @@ def test_the_example_on_the_page_about_planning_is_what_the_command_prints(capsy
     assert printed[printed.index("\nfit\n") :].strip() == of_stage_2[of_stage_2.index("\nfit\n") :].strip()
 
 
+def test_the_recipe_of_other_trainers_is_a_gpt2_of_124_million_that_fits_by_the_plan(capsys):
+    page = (DOCS / "training.md").read_text().split("## GPT-2 124M")[1]
+    flags = page.split("pretrain_gpt2.py ")[1].split("\n\n")[0]
+    plan([*shlex.split(flags.replace("\\\n", " ")), *"--vocab-size 50257 --gpus 8 --gpu-memory 80GB".split()])
+    planned = capsys.readouterr().out
+    assert "124,439,808" in planned and "64 sequences x 1024 tokens, 1 per step" in planned
+    assert re.search(r"fits +yes", planned)
+
+
 def test_the_table_of_stages_names_the_first_that_fits_by_the_plan():
     """Of the stages in order, then O, then O and P in host memory; a single GPU has nothing to cut."""
     table = README.read_text().split("## Which stage for which model")[1].split("## ")[0]
