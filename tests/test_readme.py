@@ -58,6 +58,20 @@ def test_the_zero_tutorial_runs_from_top_to_bottom(own_world):
     assert names["grad"].shape == names["moment"].shape == (10, 32) and names["grad"].abs().max() > 0
     assert names["master"].count_nonzero() > 0, "the step has moved the weights away from zero"
     assert torch.equal(names["state"]["head.weight"], names["master"].cpu())
+    check_average(names)
+
+
+def check_average(names: dict) -> None:
+    """The tutorial's moving average is that of the weights after each step, and is put in their place and back."""
+    engine, p, get, seen = names["averaging"], names["net"].head.bias, names["safe_get_full_fp32_param"], []
+    for _ in range(3):
+        engine.backward(engine(names["x"]).square().mean())
+        engine.step()
+        seen.append(get(p))
+    average = seen[0].lerp(seen[1], 1 - 0.999).lerp(seen[2], 1 - 0.999)
+    for expected in (average, seen[2]):
+        names["swap_average"](engine)
+        assert torch.equal(get(p), expected)
 
 
 def test_the_example_of_a_model_that_no_memory_holds_trains(own_world, tmp_path):
