@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +15,34 @@ from megazero.checkpoint.loader import newest_tag
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tags import list_tags, listed
-from megazero.config import TrainingConfig
+from megazero.config import Config
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.data.tokenizer import refuse_other_vocabulary
 from megazero.files import nearest_there
 from megazero.job import Job, seed_dropout
 from megazero.logging import ALIKE, counted, get_logger
 from megazero.model.config import GPT2Config
-from megazero.option import flag_of
+from megazero.option import flag_of, own_flag
 
 logger = get_logger(__name__)
 
-# Parts of the configuration that determine which samples come, and in which order.
-SAMPLES = (("training", "seed"), ("data", "train_data"), ("data", "split"), ("data", "seq_length"))
-
-# Flags of `training` that determine the loss of a sample, or its weight.
+# Flags that determine which samples come, and in which order; and those that determine a sample's loss, or its weight.
+SAMPLES = ("seed", "train_data", "split", "seq_length")
 LOSS = ("eod_mask_loss", "calculate_per_token_loss", "reset_position_ids", "reset_attention_mask")
+
+# Flags that change nothing in what is trained: when a run logs, evaluates and ends; and what follows from its ranks.
+UNSAID = {
+    "log_interval",
+    "eval_interval",
+    "exit_interval",
+    "exit_duration_in_mins",
+    "iterations_to_skip",
+    "no_tensorboard",
+    "wandb_project",
+    "wandb_exp_name",
+    "profile_steps",
+    "overlap_param_gather",
+}
 
 # What says where in the data a run was. `save` says more; a checkpoint that was imported has no more.
 _PLACE = {"iteration", "consumed_samples"}
@@ -105,13 +117,16 @@ def load(job: Job, is_expected: bool = False) -> None:
     )
     if not flags.finetune:
         job.corpora = client.get("corpora")
-        _warn_of_other_samples(job, client)
+        _say_what_changed(job, client)
     samples = counted(job.consumed_samples, "sample")
     logger.info("loaded %s: continuing after iteration %d, %s", path, job.iteration, samples)
 
 
-def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
-    """Warns if the data do not continue where the checkpoint's run left off, or if their loss is computed differently."""
+def _say_what_changed(job: Job, client: dict[str, Any]) -> None:
+    """Warns if the data do not continue where the checkpoint's run left off, or if their loss is computed differently.
+
+    Then logs what else is set otherwise than in the checkpoint's run.
+    """
     if "train_samples" not in client:  # a script's own may have a "config", too
         logger.warning(
             "the checkpoint was imported: the samples after its %d are those that come next if the run read one corpus, and this "
@@ -136,15 +151,34 @@ def _warn_of_other_samples(job: Job, client: dict[str, Any]) -> None:
             client["global_batch_size"],
             extra=ALIKE,
         )
-    saved, now = client["config"], asdict(job.config)
-    others = [flag_of(name) for part, name in SAMPLES if saved[part].get(name) != now[part][name]]
+    changed = _changes(client["config"], job.config)
+    others = [flag_of(name) for name in SAMPLES if name in changed]
     order = ". Where that means other data or another order, some samples come again and others never"
     _warn_of_flags(others, order)
     if job.corpora and flag_of("split") in others:  # so these are other documents, if of the same corpora
         job.corpora = _fingerprints(job.corpora)
-    before, after = {**asdict(TrainingConfig()), **saved["training"]}, now["training"]
-    others = [flag_of(name) for name in LOSS if before[name] != after[name]]
+    others = [flag_of(name) for name in LOSS if name in changed]
     _warn_of_flags(others, "; losses from here on do not compare with those before")
+    rest = [text for name, text in changed.items() if name not in (*SAMPLES, *LOSS)]
+    if rest:
+        logger.info("not as in the run that saved the checkpoint: %s", ", ".join(rest), extra=ALIKE)
+
+
+def _changes(saved: dict[str, dict[str, Any]], config: Config) -> dict[str, str]:
+    """By field, what is set otherwise than in the saved configuration: "--lr 0.003 -> 0.001".
+
+    Paths and the like, and what is UNSAID, are left out. A field that an older version did not have counts as its default.
+    """
+    changed = {}
+    for part in (part for part in fields(config) if part.name != "checkpoint"):
+        component = getattr(config, part.name)
+        before, now = {**asdict(type(component)()), **saved.get(part.name, {})}, asdict(component)
+        for each in fields(component):
+            is_elsewhere = each.metadata.get("per_host") and each.name not in SAMPLES
+            if before[each.name] != now[each.name] and not is_elsewhere and each.name not in UNSAID:
+                name = own_flag(each) if each.metadata else each.name  # the latter is set in a JSON file
+                changed[each.name] = f"{name} {before[each.name]} -> {now[each.name]}"
+    return changed
 
 
 def _warn_of_flags(flags: list[str], so: str) -> None:

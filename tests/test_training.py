@@ -15,6 +15,7 @@ import sys
 import termios
 import time
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -28,6 +29,7 @@ from megazero import comm, mpu, training
 from megazero.arguments import load_config
 from megazero.children import children
 from megazero.data.indexed_dataset import IndexedDatasetWriter
+from megazero.job_checkpoints import _changes
 from megazero.launch import describe
 from megazero.out_of_memory import tells_out_of_memory
 from megazero.stop_signal import StopSignal
@@ -1219,13 +1221,25 @@ def test_checkpoint_of_another_model_is_refused_and_other_data_are_said(corpus, 
     assert run_job(flags(corpus, tmp_path, 2), 1).returncode == 0
     other = flags(corpus, tmp_path, 4, "--num-layers", "3", "--num-attention-heads", "2", "--intermediate-size", "48")
     check_one_line(run_job(other, 1), "Give --num-layers 2 --intermediate-size 128 --num-attention-heads 4.")
-    done = run_job(flags(corpus, tmp_path, 3, "--seed", "5", "--split", "7,2,1", "--no-eod-mask-loss"), 2)
+    quiet = ("--log-interval", "2", "--eval-interval", "7", "--save-interval", "9", "--num-workers", "1")
+    said = ("--seed", "5", "--split", "7,2,1", "--no-eod-mask-loss", "--lr", "2e-3", "--bf16", "--zero-stage", "1")
+    done = run_job(flags(corpus, tmp_path, 4, *quiet, *said), 2)
     warnings = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
     assert done.returncode == 0 and len(warnings) == 4, "of two ranks the first says it: " + done.stdout
-    assert "now 8 samples long, not 4: where that takes another number of epochs, or crosses 80 %" in warnings[0]
+    assert "now 12 samples long, not 4: where that takes another number of epochs, or crosses 80 %" in warnings[0]
     assert "a step now takes 4 sequences, not 2 as in the checkpoint's run: --global-batch-size sets" in warnings[1]
     assert "--seed, --split: not as in the run" in warnings[2]
     assert "--eod-mask-loss: not as in the run that saved the checkpoint; losses from here on" in warnings[3]
+    rest = "--train-iters 2 -> 4, --lr 0.001 -> 0.002, --bf16 False -> True, --zero-stage 0 -> 1"
+    assert f"\nnot as in the run that saved the checkpoint: {rest}\n" in done.stdout
+
+
+def test_what_an_older_checkpoint_does_not_say_had_its_default(corpus):
+    config = load_config([*TINY_MODEL, *corpus, "--clip-grad", "0.5"])
+    saved = asdict(config)
+    assert _changes(saved, config) == {}
+    del saved["activations"], saved["optimizer"]["clip_grad"], saved["optimizer"]["adam_beta2"]
+    assert _changes(saved, config) == {"clip_grad": "--clip-grad 1.0 -> 0.5"}
 
 
 def start_job(
