@@ -80,11 +80,14 @@ def describe_start(job: Job) -> str:
     kind, zero = type(job.engine.optimizer.torch_optimizer).__name__, job.engine.zero
     own_optimizer = f"{kind} of make_optimizer; the plan counts its states once it has made them"
     batch = f"{counted(job.config.global_batch_size(dp), 'sequence')} x {job.config.data.seq_length} tokens"
+    tokens = job.train_samples * job.config.data.seq_length
+    flop = tokens * model.flops_per_token(job.config.data.seq_length)
     micro = f"{counted(steps, 'micro-batch')} of {counted(training.batch_size, 'sequence')}"
     rows = [
         ("parameters", of_flags if count == model.num_parameters() else own),
         ("ranks", f"{mp * dp} = {mp} tensor-parallel x {dp} data-parallel"),
         ("batch", f"{batch}: {micro} on each of {counted(dp, 'data-parallel rank')}"),
+        ("run", f"{training.train_iters:,} iterations in all, {tokens:,} tokens, {flop:.3g} FLOP"),
         *_left_out(training.skipped_iterations, job.iteration),
         ("device", f"{job.device}, parameters in {str(job.config.precision.dtype).removeprefix('torch.')}"),
         *([("optimizer", own_optimizer)] if job.has_own_optimizer else []),

@@ -155,6 +155,7 @@ def test_a_batch_that_grows_trains_as_in_plain_torch_and_goes_on_growing_on_othe
     first = [*MODEL, *FLAGS, *corpus, "--save", str(tmp_path), *ramp, "--exit-interval", "3", "--zero-stage", "2"]
     done = run_job(first, 2)
     assert "global batch size 4 from iteration 1 on" in done.stdout, done.stdout
+    assert f"{STEPS} iterations in all, {(4 + 4 + 4 + 8 + 12 * 4) * LENGTH:,} tokens, " in done.stdout
     got = train(corpus, tmp_path, 1, *ramp)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     saved = json.loads((tmp_path / f"global_step{STEPS}" / "index.json").read_text())["client_state"]

@@ -87,6 +87,7 @@ def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
         "peak memory per rank",
         "generate text",
         "after 10 iterations memory",
+        "run         60 iterations in all, 7,680 tokens, 1.76e+09 FLOP",
     ):
         assert text in done.stdout
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -14,12 +15,12 @@ import numpy as np
 from megazero.data.blend import BlendedDataset, BlendOrder
 from megazero.data.corpora import Corpus, find_corpora, find_sets, has_split_off
 from megazero.data.gpt2_dataset import GPT2Dataset
-from megazero.data.gpt2_index import parse_split, split_ranges
+from megazero.data.gpt2_index import num_epochs, parse_split, split_ranges
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.sidecar import check_tokenizer
 from megazero.data.sources import Sources
 from megazero.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
-from megazero.logging import ALIKE, counted, get_logger
+from megazero.logging import ALIKE, counted, get_logger, some
 from megazero.option import check_options, option
 
 logger = get_logger(__name__)
@@ -194,19 +195,30 @@ def _dataset(
     name = _PARTS[part]
     opened = [sources.open(corpus) for corpus in corpora]
     ranges = [_documents(config, source, shares, part) for source in opened]
-
-    def dataset(source: IndexedDataset, documents: tuple[int, int], count: int) -> GPT2Dataset:
-        cache = sources.cache(source.prefix.parent)
-        return GPT2Dataset(source, documents, name, count, config.seq_length, seed, cache)
-
-    if len(opened) == 1:
-        return dataset(opened[0], ranges[0], samples)
-    weights = [
-        corpus.weight or float(source.sizes[start:stop].sum(dtype=np.int64))
-        for corpus, source, (start, stop) in zip(corpora, opened, ranges, strict=True)
+    tokens = [int(source.sizes[slice(*own)].sum(dtype=np.int64)) for source, own in zip(opened, ranges, strict=True)]
+    order, counts = None, [samples]
+    if len(opened) > 1:
+        weights = [corpus.weight or float(count) for corpus, count in zip(corpora, tokens, strict=True)]
+        order = BlendOrder(weights, samples, name, sources.cache(opened[0].prefix.parent))
+        counts = order.counts
+    epochs = [num_epochs(own, config.seq_length, count) for own, count in zip(tokens, counts, strict=True)]
+    most_first = sorted(zip(epochs, opened, strict=True), key=lambda each: -each[0])
+    logger.log(
+        logging.WARNING if min(tokens) <= config.seq_length else logging.INFO,
+        "%s: %s, %d tokens, %s of %d tokens asked for: %s",
+        name,
+        counted(sum(stop - start for start, stop in ranges), "document"),
+        sum(tokens),
+        counted(samples, "sample"),
+        config.seq_length,
+        some([f"{counted(count, 'epoch')} of {source.prefix}" for count, source in most_first], 8),
+        extra=ALIKE,
+    )
+    datasets = [
+        GPT2Dataset(source, documents, name, count, config.seq_length, seed, sources.cache(source.prefix.parent))
+        for source, documents, count in zip(opened, ranges, counts, strict=True)
     ]
-    order = BlendOrder(weights, samples, name, sources.cache(opened[0].prefix.parent))
-    return BlendedDataset(list(map(dataset, opened, ranges, order.counts)), order)
+    return datasets[0] if order is None else BlendedDataset(datasets, order)
 
 
 def _parts(config: DataConfig) -> Iterator[tuple[_Sets, list[float]]]:

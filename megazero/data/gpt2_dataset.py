@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,6 @@ import numpy.typing as npt
 from megazero.data.cache import ArrayCache
 from megazero.data.gpt2_index import GPT2Index, build_index, num_epochs, refuse_too_many
 from megazero.data.indexed_dataset import IndexedDataset
-from megazero.logging import counted
-
-logger = logging.getLogger(__name__)
 
 
 class GPT2Dataset:
@@ -67,18 +63,6 @@ class GPT2Dataset:
 
         def build() -> dict[str, np.ndarray]:
             epochs = num_epochs(self.tokens_per_epoch, seq_length, num_samples)
-            level = logging.WARNING if self.tokens_per_epoch <= seq_length else logging.INFO
-            logger.log(
-                level,
-                "%s of %s: %s, %d tokens, %s of %d tokens asked for: %s",
-                name,
-                indexed.prefix,
-                counted(documents[1] - documents[0], "document"),
-                self.tokens_per_epoch,
-                counted(num_samples, "sample"),
-                seq_length,
-                counted(epochs, "epoch"),
-            )
             # doc_idx, the sizes of its documents and their ends; sample_idx and shuffle_idx.
             nbytes = (4 + 4 + 8) * epochs * (documents[1] - documents[0]) + (8 + 4) * num_samples
             refuse_too_many(name, num_samples, nbytes)

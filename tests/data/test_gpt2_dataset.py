@@ -145,11 +145,6 @@ def test_loader_processes_read_the_same(tmp_path):
             assert np.array_equal(batch["text"].numpy(), np.stack([dataset[i]["text"] for i in indices]))
 
 
-def test_short_split_warns_that_it_repeats(tmp_path, caplog):
-    GPT2Dataset(corpus(tmp_path, [3]), (0, 1), "valid", 4, 10, 0)
-    assert "valid of" in caplog.text and "14 epochs" in caplog.text
-
-
 def test_split_without_tokens_names_the_flag(tmp_path):
     with pytest.raises(ValueError, match="documents 1 to 2, the valid part, hold no tokens. Change --split"):
         GPT2Dataset(corpus(tmp_path, [3, 0]), (1, 2), "valid", 4, 10, 0)
