@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -57,19 +58,38 @@ def test_each_rule_is_broken_by_what_it_is_for(rule):
     assert rule in first_broken(BREAKS[rule]).values()
 
 
-def test_shares_are_those_computed_by_hand():
-    limits = Thresholds(gopher_max_duplicate_lines=1, gopher_max_duplicate_line_characters=0)
-    assert RULES["gopher_repetition"]("abcd\nabcd\nxy", limits) == ("gopher_max_duplicate_line_characters", 4 / 12)
-    quiet = dict.fromkeys(vars(Thresholds()), 1.0)
-    assert RULES["gopher_repetition"]("a b c d a b", Thresholds(**{**quiet, "gopher_max_top_2gram": 0})) == (
-        "gopher_max_top_2gram",
-        6 / 11,  # "a b", twice
-    )
-    words = "p q r s t u v p q r s t w"  # the second "p q r s t", 5 characters of words
-    assert RULES["gopher_repetition"](words, Thresholds(**{**quiet, "gopher_max_duplicate_5gram": 0})) == (
-        "gopher_max_duplicate_5gram",
-        5 / len(words),
-    )
+VALUES = [  # computed by hand
+    ("gopher_quality", "gopher_min_words", "a b c", 3),
+    ("gopher_quality", "gopher_max_words", "a b c", 3),
+    ("gopher_quality", "gopher_min_mean_word", "ab cdefg", 3.5),
+    ("gopher_quality", "gopher_max_mean_word", "ab cdefg", 3.5),
+    ("gopher_quality", "gopher_max_symbols", "#a #b c\nd", 2 / 4),
+    ("gopher_quality", "gopher_max_symbols", "a... b… c d", 2 / 4),
+    ("gopher_quality", "gopher_max_bullet_lines", "a\n \n  - b", 1 / 2),
+    ("gopher_quality", "gopher_max_ellipsis_lines", "a\n\nb… \nc...", 2 / 3),
+    ("gopher_quality", "gopher_min_letter_words", "12 3b _ d", 2 / 4),
+    ("gopher_quality", "gopher_min_stop_words", "the The of the", 2),
+    ("gopher_repetition", "gopher_max_duplicate_lines", "a\nb\n\na\na\n", 2 / 4),
+    ("gopher_repetition", "gopher_max_duplicate_line_characters", "abcd\nabcd\nxy", 4 / 12),
+    ("gopher_repetition", "gopher_max_duplicate_paragraphs", "a\n\nb\n\n\na", 1 / 3),
+    ("gopher_repetition", "gopher_max_duplicate_paragraph_characters", "ab\n\nc\n\nab", 2 / 9),
+    ("gopher_repetition", "gopher_max_top_2gram", "a b c d a b", 6 / 11),  # "a b", twice
+    ("gopher_repetition", "gopher_max_top_4gram", "a b c d a b c d", 14 / 15),
+    ("gopher_repetition", "gopher_max_duplicate_5gram", "p q r s t u v p q r s t w", 5 / 25),  # words without spaces
+    ("gopher_repetition", "gopher_max_duplicate_10gram", " ".join("abcdefghij" * 2), 10 / 39),
+    ("fineweb", "fineweb_min_terminal_lines", 'a.\n\nb? \nc!\nd”\ne" f', 4 / 5),
+    ("fineweb", "fineweb_max_duplicate_line_characters", "ab\nc\n\nab", 2 / 5),
+    ("fineweb", "fineweb_max_short_lines", f"{'a' * 29}\n{'b' * 30}", 1 / 2),
+]
+
+
+@pytest.mark.parametrize("rule, name, text, value", VALUES)
+def test_at_its_limit_a_document_stays_by_gophers_rules_and_goes_by_finewebs(rule, name, text, value):
+    free = {each: -1 if "_min_" in each else math.inf for each in vars(Thresholds())} | {"fineweb_short_line": 30}
+    looser, stricter = (math.nextafter(value, end) for end in ((-9, 9) if "_min_" in name else (9, -9)))
+    last_kept, first_dropped = (looser, value) if rule == "fineweb" else (value, stricter)
+    assert RULES[rule](text, Thresholds(**{**free, name: last_kept})) is None
+    assert RULES[rule](text, Thresholds(**{**free, name: first_dropped})) == (name, value)
 
 
 @given(st.lists(st.sampled_from(["a", "bb", "ccc", "dddd"]), max_size=60))
