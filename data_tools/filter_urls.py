@@ -101,7 +101,7 @@ def _split(url: str) -> tuple[str, str]:
         _ = parts.port  # raises where it is not a number
     except ValueError as error:
         raise Dropped("malformed", url, str(error)) from error
-    if parts.scheme.lower() not in ("http", "https"):
+    if parts.scheme not in ("http", "https"):
         raise Dropped("malformed", url, "neither http nor https")
     if _FORBIDDEN.search(url):
         raise Dropped("malformed", url, "a character that no URL has")

@@ -28,6 +28,7 @@ KEPT = [
     "http://[2001:db8::1]/page",
     "http://example.com",
     "http://example.com/b#chapter.pdf",
+    "HTTP://Example.com/A",
 ]
 DROPPED = {
     "http://a": "short",
