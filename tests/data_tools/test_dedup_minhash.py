@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 
@@ -103,6 +104,14 @@ def test_signature_does_not_depend_on_the_batch():
         long = minhash._signature_of_long(texts[number], PERMUTATIONS)
         for c, m in (alone, long):
             assert (c == content[number]).all() and (m == minima[number]).all()
+
+
+def test_signatures_are_those_of_their_version():
+    """They stay on disk, and are compared with new ones: what changes them must change `_ALGORITHM` and this test."""
+    texts = ["One two THREE four -- five, six\nseven", "Größe ÉTÉ, Σίσυφος: ναί?", "วันนี้ 今天去公园 ひらがな", "...", ""]
+    content, minima = minhash.signatures(texts, PERMUTATIONS)
+    found = hashlib.sha256(content.tobytes() + minima.tobytes()).hexdigest()[:16]
+    assert (minhash.VERSION.split()[0], found) == ("megazero-minhash-1", "fe696727f3e2bce7")
 
 
 def test_long_text_is_hashed_in_pieces_as_if_it_were_one():
