@@ -195,6 +195,7 @@ def test_the_result_of_a_search_that_was_stopped_is_not_taken_for_that_of_other_
         deduplicate([tmp_path / "a.jsonl"], tmp_path / "other.jsonl", *work, "1")
     deduplicate([tmp_path / "a.jsonl"], tmp_path / "out.jsonl", *work, "0.7")
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "want.jsonl").read_bytes()
+    assert (tmp_path / "work" / "copies").exists() and not list(tmp_path.glob("*.dedup"))
 
 
 def test_signatures_of_another_version_are_made_again(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 
 import numpy as np
@@ -202,6 +203,9 @@ def test_rows_and_ids_are_read_in_any_order(tmp_path):
     assert (read == rows[documents]).all()
     assert files.ids(documents, read) == [names[d] for d in documents]
     assert sum(len(chunk) for _, chunk in files.chunks(7, "reading")) == len(files) == 100
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ValueError, match=f"{path} has become shorter while it was read"):
+        files.read(documents)
     ids_path(path).rename(path)
     with pytest.raises(ValueError, match=r"is damaged \([0-9]+ bytes behind its [0-9]+ rows\)"):
         SignatureFiles([path], PERMUTATIONS)
