@@ -21,6 +21,7 @@ from tests.data_tools.every_step import STEPS, TEXT_STEPS, lines_of, prepare
 from tests.data_tools.memory import descendants, peak_bytes
 from tests.data_tools.steps import run_step
 from tests.lines.test_contents import change_a_byte
+from tests.vocabularies import make_gpt2_vocabulary
 
 pytest.importorskip("tldextract")
 
@@ -103,6 +104,34 @@ def test_finished_work_is_found_until_a_byte_of_the_input_changes(folder, step):
     statistics = run_step(step, *case.argv())
     assert not (statistics.get("skipped") or statistics.get("shards_skipped"))
     assert [path.stat().st_mtime_ns for path in paths] != times
+
+
+OTHER_FLAGS = {
+    "filter_urls": ("--keep-repeats", "--domains list", "--extensions list", "--block-kb 9", "--max-line-mb 9"),
+    "clean": ("--min-tokens 1", "--min-score 0.5", "--json-key url", "--block-kb 9", "--max-line-mb 9"),
+    "quality": ("--rules fineweb gopher_quality", "--threshold fineweb_short_line=9", "--json-key url"),
+    "dedup": ("--similarity 0.8", "--bands 7", "--rows 4", "--json-key url"),
+    "decontaminate": ("--ngram 5", "--min-matches 2", "--evaluation list.txt", "--json-key url --evaluation-key text"),
+    "merge": ("--id-key url", "--json-key url"),
+    "shuffle": ("--seed 5", "--json-key url"),
+    "split": ("--seed 5", "--parts a=0.4 b=0.6", "--json-key url"),
+    "train_tokenizer": ("--vocab-size 390", "--sample-mb 0.01"),
+    "find_duplicates": ("--similarity 0.8", "--bands 7", "--rows 4", "--json-key url", "--id-keys text"),
+    "remove_group_duplicates": ("--groups other.jsonl", "--json-key url", "--id-keys text"),
+}
+
+
+@pytest.mark.parametrize("step, flags", [(step, flags) for step, several in OTHER_FLAGS.items() for flags in several])
+def test_what_was_made_with_other_flags_is_made_anew(folder, step, flags):
+    case = prepare(step, folder)
+    Path("list").write_text("")
+    Path("list.txt").write_text("words " * 20)
+    Path("other.jsonl").write_text('{"0": ["u7", "u3"]}\n')
+    make_gpt2_vocabulary(folder / "data" / "gpt2_bpe")
+    for argv in (case.argv(), case.argv(*flags.split())):
+        for is_found in (False, True):
+            statistics = run_step(step, *argv)
+            assert bool(statistics.get("skipped") or statistics.get("shards_skipped")) == is_found
 
 
 @pytest.mark.parametrize("step", STEPS)
