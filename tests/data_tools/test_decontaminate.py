@@ -28,7 +28,8 @@ def test_shared_sequences_and_no_others(tmp_path):
         "clean": sentence(1),
         "whole": f"{sentence(2)} {QUESTION} {sentence(3)}",
         "other form": f"{sentence(4)} {other_form} {sentence(5)}",
-        "thirteen words": " ".join(words[3:16]),
+        "thirteen words": " ".join([*words[3:16], *words[3:16]]),
+        "fifteen words": " ".join(words[:15]),
         "twelve words": f"{sentence(6)} {' '.join(words[3:15])} {sentence(7)}",
         "other order": " ".join(sorted(words)),
         "from the text file": " ".join(f"line{i}" for i in range(20)),
@@ -49,7 +50,8 @@ def test_shared_sequences_and_no_others(tmp_path):
     assert reasons["thirteen words"] == f"contaminated questions.jsonl: {sequence}"
     assert reasons["from the text file"].startswith("contaminated plain.txt: line0 line1 ")
     run_step("decontaminate", *flags, "--output", tmp_path / "c.jsonl", "--min-matches", 3)
-    assert "thirteen words" in [d["id"] for d in read_documents(tmp_path / "c.jsonl")]
+    assert list(dropped(tmp_path / "c.jsonl")) == ["whole", "other form", "fifteen words", "from the text file"]
+    assert run_step("decontaminate", *flags, "--output", tmp_path / "c.jsonl", "--min-matches", 4)["kept"] == 6
     assert run_step("decontaminate", *flags, "--output", tmp_path / "d.jsonl", "--ngram", 12)["kept"] == 3
 
 
@@ -90,6 +92,17 @@ def test_evaluation_files_that_cannot_be_read_are_named_with_their_flag(tmp_path
         (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match=f"--evaluation .*{name}: it holds no text"):
             run_step("decontaminate", *flags, tmp_path / name)
+
+
+def test_sequences_of_no_word_no_matches_and_too_little_memory_are_refused(tmp_path, monkeypatch):
+    path = write_documents(tmp_path / "a.jsonl", [{"text": QUESTION}])
+    flags = ("--input", path, "--output", tmp_path / "b.jsonl", "--evaluation", path)
+    for wrong in ("--ngram", "--min-matches"):
+        with pytest.raises(ValueError, match=f"{wrong} 0 .*must be at least 1"):
+            run_step("decontaminate", *flags, wrong, 0)
+    monkeypatch.setattr(decontaminate, "_BYTES_PER_NGRAM", 1 << 28)
+    with pytest.raises(ValueError, match="--evaluation: more than 6 sequences .*Give at least 6144M"):
+        run_step("decontaminate", *flags)
 
 
 def test_more_evaluation_files_than_16_bits_can_number(tmp_path, monkeypatch):

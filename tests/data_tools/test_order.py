@@ -167,6 +167,14 @@ def test_parts_are_checked(tmp_path, corpus, parts):
         run_step("split", "--input", corpus, "--output", tmp_path / "a", "--parts", *parts)
 
 
+def test_several_files_do_not_fit_into_one(tmp_path, corpus):
+    flags = ("--input", corpus, "--output", tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match="a.jsonl: each part is a file of its own"):
+        run_step("split", *flags)
+    with pytest.raises(ValueError, match="--shards 2 files do not fit into the file --output .*a.jsonl"):
+        run_step("shuffle", *flags, "--shards", 2)
+
+
 @pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])
 def test_a_part_without_a_document_is_an_error(tmp_path, corpus, kind):
     flags = ("--input", corpus, "--output", tmp_path / "a", "--parts", "train=0.9999", "test=0.0001", "--format", kind)
