@@ -93,6 +93,7 @@ def test_each_bad_line_is_counted_listed_and_fatal_with_strict(folder, step):
 def test_finished_work_is_found_until_a_byte_of_the_input_changes(folder, step):
     case = prepare(step, folder)
     run_step(step, *case.argv())
+    assert not list(Path().rglob("*.partial*")), "a folder with such a file counts as one whose step has not finished"
     paths = list(map(Path, case.outputs))
     before, times = outputs_of(case), [path.stat().st_mtime_ns for path in paths]
     source = Path(case.source)

@@ -218,7 +218,8 @@ def test_wrong_command_lines_are_explained():
     assert translated(["--inputs", "a", "cc_id", "b", "news_id", "--output", "c"]) == [
         *("--input", "a", "b", "--id-keys", "cc_id", "news_id", "--output", "c")
     ]
-    with pytest.raises(SystemExit, match="--inputs takes pairs"):
-        translated(["--inputs", "a", "--output", "c"])
+    for words in ("", "a", "a cc_id b"):
+        with pytest.raises(SystemExit, match=f"--inputs takes pairs .*, got: {words}$"):
+            translated(["--inputs", *words.split(), "--output", "c"])
     with pytest.raises(SystemExit, match="error: expected INPUT OUTPUT before the flags, or flags alone .*, got: urls"):
         megatron_names.run_script("filter_urls", ("input", "output"), argv=["urls", "--strict"])

@@ -124,8 +124,9 @@ def test_a_merge_into_a_folder_of_its_inputs_goes_on_after_a_kill_and_is_found(t
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(merging, "write_marker", interrupt)  # when the output has its name
         merge_datasets([tmp_path], tmp_path / "all_text_document")
+    monkeypatch.chdir(tmp_path)
     for is_found in (False, True):
-        result = merge_datasets([tmp_path], tmp_path / "all_text_document")
+        result = merge_datasets([tmp_path], "all_text_document")
         assert (result["documents"], result["skipped"]) == (2 * len(A), is_found)
 
 

@@ -305,10 +305,10 @@ def test_inputs_of_a_step_are_looked_for_when_it_starts(tmp_path, monkeypatch):
           - {{step: shuffle, output: s{shards}, shards: {shards}}}
           - {{step: merge, name: all, input: "${{shuffle}}/*.jsonl", output: all.jsonl}}
         """
-        run_step("run", write_pipeline(tmp_path, text), "--set", "out=o[1]$x")
-        assert len(read_documents(tmp_path / "o[1]$x" / "all.jsonl")) == 50
-    manifest = json.loads((tmp_path / "o[1]$x" / "manifest.json").read_bytes())
-    assert {f"o[1]$x/s2/shuffled-0000{i}-of-00002.jsonl" for i in range(2)} < set(manifest["steps"][2]["flags"])
+        run_step("run", write_pipeline(tmp_path, text), "--set", "out=o[1]$=x")
+        assert len(read_documents(tmp_path / "o[1]$=x" / "all.jsonl")) == 50
+    manifest = json.loads((tmp_path / "o[1]$=x" / "manifest.json").read_bytes())
+    assert {f"o[1]$=x/s2/shuffled-0000{i}-of-00002.jsonl" for i in range(2)} < set(manifest["steps"][2]["flags"])
 
 
 def test_a_pattern_names_tokens_that_are_imported(tmp_path, monkeypatch):

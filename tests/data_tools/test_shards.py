@@ -284,13 +284,14 @@ def test_the_memory_for_rows_does_not_grow_with_their_length(tmp_path):
         assert peak() < 30 << 20  # some rows and copies of one, not all 60
 
 
-def test_an_output_in_the_input_folder_is_refused_at_once(tmp_path):
+def test_an_output_in_the_input_folder_is_refused_at_once(tmp_path, monkeypatch):
     make_files(tmp_path / "in")
+    monkeypatch.chdir(tmp_path)
     for output in ("in/all.jsonl", "in/clean"):
         with pytest.raises(
             ValueError, match=f"--output .*{output} lies in the folder --input .*in: the next run would"
         ):
-            list_inputs([tmp_path / "in"], output=tmp_path / output)
+            list_inputs([tmp_path / "in"], output=output)
     assert len(list_inputs([tmp_path / "in"], output=tmp_path / "input.jsonl")) == 3
     merge = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "in" / "all.jsonl")]
     with pytest.raises(SystemExit, match="lies in the folder"):
