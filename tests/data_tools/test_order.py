@@ -59,7 +59,7 @@ def test_merge_keeps_all_in_order_and_reports_a_repeated_id(tmp_path, corpus):
 @pytest.mark.parametrize("step", ["merge", "shuffle"])
 def test_each_line_is_parsed_once(tmp_path, corpus, monkeypatch, step):
     """And once more, to say what it is, where it is left out."""
-    (corpus / "z.jsonl").write_text('{"id": "1.7", "text": "again"}\n{"id": "bad"\n\n')
+    (corpus / "z.jsonl").write_text('{"id": "bad"\n{"id": "1.7", "text": "again"}\n\n')
     parsed, loads = [], json.loads
     monkeypatch.setattr("megazero.lines.jsonl.json.loads", lambda text: parsed.append(text) or loads(text))
     statistics = run_step(step, "--input", corpus, "--output", tmp_path / "a.jsonl")
@@ -105,20 +105,33 @@ def test_shuffle_through_many_buckets_into_shards_equals_one_bucket(tmp_path, co
     assert not (tmp_path / "many" / "shuffled.buckets").exists()
 
 
-def test_a_shuffle_that_fails_while_sorting_goes_on(tmp_path, corpus, monkeypatch):
+@pytest.mark.parametrize("where", ["_gather", "finish"])
+def test_a_shuffle_that_fails_while_sorting_goes_on(tmp_path, corpus, monkeypatch, where):
+    (corpus / "z.jsonl").write_text('{"id": "bad"\n')
     flags = ("--input", corpus, "--output", tmp_path / "a.jsonl", *LITTLE)
     with monkeypatch.context() as patch:
-        patch.setattr("data_tools.shuffle._gather", full)
+        patch.setattr(f"data_tools.shuffle.{where}", full)
         with pytest.raises(OSError, match="No space left"):
             run_step("shuffle", *flags)
     assert not (tmp_path / "a.jsonl").exists() and (tmp_path / "a.jsonl.buckets").exists()
     run_step("shuffle", *flags)
     run_step("shuffle", "--input", corpus, "--output", tmp_path / "b.jsonl", *LITTLE)
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    assert (tmp_path / "a.jsonl.dropped.jsonl").read_text().count("\n") == 1
     before = (tmp_path / "a.jsonl").stat().st_mtime_ns
     (tmp_path / "a.jsonl.buckets").mkdir()  # a kill at the very end leaves them
     assert run_step("shuffle", *flags)["shards_skipped"] == 1 and (tmp_path / "a.jsonl").stat().st_mtime_ns == before
     assert not (tmp_path / "a.jsonl.buckets").exists()
+
+
+def test_a_shuffle_for_which_memory_is_too_little_is_refused(tmp_path, corpus, monkeypatch):
+    flags = ("--input", corpus, "--output", tmp_path / "a.jsonl", *LITTLE)
+    monkeypatch.setattr("data_tools.shuffle._bucket_memory", lambda options: 1000)
+    with pytest.raises(ValueError, match="larger than its files let expect: a worker needs 0M. Give more --memory"):
+        run_step("shuffle", *flags)
+    monkeypatch.setattr("data_tools.shuffle.open_files", lambda most: most - 1)
+    with pytest.raises(ValueError, match="--memory is too little to shuffle 0M of text with [0-9]+ files open"):
+        run_step("shuffle", *flags)
 
 
 @pytest.mark.slow
