@@ -51,6 +51,7 @@ def test_every_rule(tmp_path, vocabulary):
     assert list(found) == ["fine", "broken", "surrogate"]
     assert found["fine"] == documents["fine"].strip()
     assert "It's done, and the café is open." in found["broken"] and found["surrogate"].endswith("\ufffd end")
+    assert "the café is".encode() in (tmp_path / "b.jsonl").read_bytes()  # as it is, not escaped
     reasons = dropped(tmp_path / "b.jsonl")
     tokens = len(build_tokenizer("GPT2BPETokenizer", tokenizer_path=vocabulary).encode(documents["short"]))
     assert reasons["short"] == f"short {tokens} tokens" and reasons["empty"] == "empty"

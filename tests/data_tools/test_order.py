@@ -105,14 +105,15 @@ def test_shuffle_through_many_buckets_into_shards_equals_one_bucket(tmp_path, co
     assert not (tmp_path / "many" / "shuffled.buckets").exists()
 
 
+@pytest.mark.parametrize("seed", ["1234", "5"])
 @pytest.mark.parametrize("where", ["_gather", "finish"])
-def test_a_shuffle_that_fails_while_sorting_goes_on(tmp_path, corpus, monkeypatch, where):
+def test_a_shuffle_that_fails_while_sorting_goes_on_unless_it_was_another(tmp_path, corpus, monkeypatch, where, seed):
     (corpus / "z.jsonl").write_text('{"id": "bad"\n')
     flags = ("--input", corpus, "--output", tmp_path / "a.jsonl", *LITTLE)
     with monkeypatch.context() as patch:
         patch.setattr(f"data_tools.shuffle.{where}", full)
         with pytest.raises(OSError, match="No space left"):
-            run_step("shuffle", *flags)
+            run_step("shuffle", *flags, "--seed", seed)
     assert not (tmp_path / "a.jsonl").exists() and (tmp_path / "a.jsonl.buckets").exists()
     run_step("shuffle", *flags)
     run_step("shuffle", "--input", corpus, "--output", tmp_path / "b.jsonl", *LITTLE)
