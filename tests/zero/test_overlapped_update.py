@@ -20,6 +20,7 @@ from megazero.utils import safe_get_full_fp32_param
 from megazero.zero.config import ZeroConfig
 from megazero.zero.homes import TILE_MULTIPLE
 from megazero.zero.parameter import ArrivingParameter, ReleasedParameter
+from megazero.zero.residency import GatherLimits
 from megazero.zero.update import Update
 from tests.ranks import run_ranks
 from tests.zero.models import Wide, compare, make_engine, one_step, run, token_batches
@@ -30,7 +31,10 @@ CASES = {  # stage and homes; over a link, except where the states are in a file
     "2, nvme": (2, {"offload_optimizer": "nvme", "overlap_param_gather": True}),
     "3, host": (3, {"offload_optimizer": "cpu", "offload_param": "cpu"}),
     "3, O on the host": (3, {"offload_optimizer": "cpu", "param_persistence_threshold": 200}),
-    "3, O on nvme": (3, {"offload_optimizer": "nvme", "offload_param": "cpu"}),
+    "3, O on nvme": (
+        3,
+        {"offload_optimizer": "nvme", "offload_param": "cpu", "gather_limits": GatherLimits(prefetch=1 << 30)},
+    ),
 }
 
 
@@ -117,6 +121,8 @@ def overlap_case(path: str, case: str) -> None:
             def before(index: int) -> Callable:
                 def note(*_: Any) -> None:
                     reached.append((index, gate.came))
+                    written = [bucket for bucket in late if bucket.is_updating]
+                    assert all(len(bucket.weights.buffers) == 1 for bucket in written), "a shard has come ahead of it"
                     if index < 2:
                         gate.passes.release(tiles[index + 3])  # the block after the next
 
