@@ -121,6 +121,21 @@ def test_shards_are_on_their_way_to_the_device_two_units_ahead():
     assert starts[::-1] == [1 + 2, 1 + 2 + 1, 1 + 2 + 2, 1 + 2 + 2]
 
 
+def part_case() -> None:
+    """The shards of two units after the next one are on the device, which do not run."""
+    mpu.initialize_model_parallel(1)
+    with slow_link():
+        engine = make_engine(Wide(), 3, zero={"offload_optimizer": "cpu", "offload_param": "cpu"})
+        loss = engine.module.blocks[0](torch.ones(1, 67)).sum()
+        assert sum(len(bucket.weights.buffers) - 1 for bucket in engine.buckets) == 2
+        engine.backward(loss)
+        assert all(len(bucket.weights.buffers) == 1 for bucket in engine.buckets)
+
+
+def test_a_shard_that_has_come_for_nothing_leaves_the_device_with_the_backward():
+    run_ranks(2, part_case)
+
+
 def of(stream: str, what: str, log: list) -> list[int]:
     """The places of such events."""
     return [event[2] for event in log if event[:2] == (stream, what)]
@@ -344,11 +359,16 @@ class PretendedCuda:
             event.stream = self
             self.cuda.log.append((self.name, "records"))
 
+        def synchronize(self) -> None:
+            self.cuda.log.append((self.name, "is waited for by the host"))
+
     @contextmanager
     def stream(self, stream: PretendedCuda._Stream):
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
 
 class PretendedEvent:
@@ -371,6 +391,12 @@ def test_a_cuda_stream_runs_behind_what_was_computed_and_holds_back_what_is_comp
         ("side", "records"),
         ("compute", "waits for what is recorded on", "side"),
     ]
+    cuda.log.clear()
+    with pytest.raises(ZeroDivisionError):
+        stream.start(lambda: 1 / 0)
+    assert cuda.log[1:] == [("side", "is waited for by the host")], (
+        "what it has issued may still read memory that is freed"
+    )
 
 
 def test_there_is_no_link_to_the_host_itself():
