@@ -258,27 +258,32 @@ def test_a_model_is_built_on_nvme_with_the_same_values(tmp_path):
     run_ranks(2, init_case, str(tmp_path))
 
 
-def unfreeze_case(path: str) -> None:
+def unfreeze_case(path: str, stage: int, home: dict, dtype: torch.dtype, frozen: str) -> None:
     mpu.initialize_model_parallel(1)
 
     def trained(home: dict) -> dict:
         torch.manual_seed(0)
-        engine = make_engine(Wide(), 2, zero=home)
+        engine = make_engine(Wide(), stage, zero=home, dtype=dtype)
         batches = token_batches(3, 1, 2)
         dict(train(engine, batches[:1]))
-        engine.module.blocks[0].requires_grad_(False)
+        engine.module.get_submodule(frozen).requires_grad_(False)
         dict(train(engine, batches[1:2]))
         if home:
             moments = [value for state in engine.optimizer.state.values() for value in state.values() if value.ndim]
             assert moments and not any(value.numel() for value in moments), "no buffer is kept for what is frozen"
-        engine.module.blocks[0].requires_grad_(True)
+        engine.module.get_submodule(frozen).requires_grad_(True)
         return dict(train(engine, batches[2:]))
 
-    compare(trained({"offload_optimizer": "nvme", "nvme_path": path}), trained({}), "frozen for a while", bitwise=True)
+    compare(trained({**home, "nvme_path": path}), trained({}), "frozen for a while", bitwise=True)
 
 
-def test_a_block_that_is_frozen_for_a_while_keeps_its_moments_on_nvme(tmp_path):
-    run_ranks(2, unfreeze_case, str(tmp_path))
+@pytest.mark.parametrize(
+    ("stage", "home", "dtype", "frozen"),
+    [(2, {"offload_optimizer": "nvme"}, torch.float32, "blocks.0"), (3, ON_NVME, torch.bfloat16, "blocks.0.0")],
+    ids=["a block", "a part, with its shard"],
+)
+def test_what_is_frozen_for_a_while_keeps_its_moments_and_its_values_on_nvme(stage, home, dtype, frozen, tmp_path):
+    run_ranks(2, unfreeze_case, str(tmp_path), stage, home, dtype, frozen)
 
 
 def unfrozen_case(path: str) -> None:
