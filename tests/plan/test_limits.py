@@ -24,7 +24,9 @@ def test_free_disk_is_that_of_the_nearest_folder_that_exists(tmp_path):
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs a second file system")
 def test_activation_checkpoints_have_a_disk_of_their_own_if_it_is_another_one(tmp_path):
-    assert measure_limits(None, str(tmp_path), str(tmp_path / "beside"), tmp_path).checkpoint_disk is None
+    (tmp_path / "beside").mkdir()
+    for name in ("beside", "not yet"):
+        assert measure_limits(None, str(tmp_path), str(tmp_path / name), tmp_path).checkpoint_disk is None
     measured, other = measure_limits(None, str(tmp_path), "/dev/shm/x", tmp_path), os.statvfs("/dev/shm")
     assert measured.checkpoint_disk == pytest.approx(other.f_bavail * other.f_frsize, rel=0.1)
     assert measured.disk == pytest.approx(measure_limits(None, str(tmp_path), root=tmp_path).disk, rel=0.1)
