@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megazero.optim.lr_schedule import LRScheduleConfig
-from megazero.optim.optimizers import TORCH_ELEMENTWISE, OptimizerConfig, optimizer_by_name
+from megazero.optim.optimizers import TORCH_ELEMENTWISE, OptimizerConfig, muon_groups, optimizer_by_name
 
 
 def make(type: str, **params) -> torch.optim.Optimizer:
@@ -67,6 +67,18 @@ def test_an_optimizers_own_options_are_taken():
     assert make("Muon", adjust_lr_fn="match_rms_adamw").param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
 
 
+@pytest.mark.parametrize(
+    ("params", "rates"),
+    [({}, [0.02, 3e-4]), ({"lr": 0.1}, [0.1, 0.1]), ({"lr": 0.1, "muon_lr": 0.5}, [0.5, 0.1])],
+    ids=["DeepSpeed's", "one", "another one"],
+)
+def test_muons_matrices_and_the_rest_have_two_rates(params, rates):
+    matrix, bias = (torch.zeros(shape, requires_grad=True) for shape in ((2, 2), (2,)))
+    halves = muon_groups([{"params": [bias, matrix]}], {matrix}, params)
+    assert [half["lr"] for half in halves] == rates and [half["use_muon"] for half in halves] == [True, False]
+    assert halves[0]["params"] == [matrix] and halves[1]["params"] == [bias]
+
+
 def test_the_groups_own_settings_win():
     factory = optimizer_by_name("Adam", {"weight_decay": 0.1})
     groups = [{"params": [torch.zeros(1, requires_grad=True)], **extra} for extra in ({}, {"weight_decay": 0.0})]
@@ -103,6 +115,8 @@ def test_the_groups_own_settings_win():
         ("SGD", {"momentum": -math.inf}, "SGD: momentum must be a finite number"),
         ("Adam", {"lr": -1.0}, "Adam does not take .*Invalid learning rate"),
         ("SGD", {"momentum": -1}, "Invalid momentum"),
+        ("SGD", {"lr": [0.1]}, "SGD does not take"),
+        ("Rprop", {"etas": 0.5}, "Rprop does not take"),
     ],
 )
 def test_bad_optimizers_are_refused_before_there_are_parameters(name, params, message):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +39,16 @@ def momenta(schedule, steps: int) -> list[float]:
         out.append(first)
         schedule.step()
     return out
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_defaults_are_those_of_the_documentation(name):
+    text = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
+    (row,) = re.findall(rf"^\| `{name}` \| (.*) \|$", text, re.MULTILINE)
+    told = {key: json.loads(value) for key, value in re.findall(r"`(\w+)` ([\d.]+|true|false)", row)}
+    defaults = {key: each.default for key, each in inspect.signature(SCHEDULES[name]).parameters.items()}
+    del defaults["last_batch_iteration"]
+    assert told == {key: default for key, default in defaults.items() if isinstance(default, (bool, int, float))}
 
 
 def test_range_test_rises_by_the_rate_every_step_size_steps():
