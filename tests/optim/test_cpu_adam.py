@@ -222,6 +222,18 @@ def test_the_kernel_is_chosen_once_and_said(missing, monkeypatch, caplog, tmp_pa
     assert len(caplog.records) == 1 and ("by torch" if missing else "by numba") in caplog.text
 
 
+@pytest.mark.skipif(not HAS_NUMBA, reason="there is no numba")
+@pytest.mark.parametrize("dtypes", [(torch.float16, None), (torch.float32, torch.float16)], ids=str)
+def test_float16_is_torchs_on_a_processor_that_has_no_instruction_for_it(dtypes, monkeypatch):
+    monkeypatch.setattr("megazero.optim.adam_numba.has_float16", lambda: False)
+    monkeypatch.setattr(adam_kernels, "mixed_kernel", mixed_kernel.__wrapped__)
+    monkeypatch.setattr(adam_kernels, "one_pass", None)
+    given = operands(adam_kernels.NUMBA_NUMEL, *dtypes)
+    expected = wanted(given, SETTINGS, 3, 0.37)
+    adam_kernels.mixed(SETTINGS, given, 3.0, 0.37)
+    assert all(map(torch.equal, results(given), expected))
+
+
 def _double(array: np.ndarray) -> None:
     array *= 2
 
