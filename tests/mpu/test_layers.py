@@ -60,6 +60,7 @@ def column_case():
             group=group,
             overlap_backward=overlap,
         )
+        assert (layer.bias is not None) == has_bias
         load(layer, weight, bias)
         run_and_compare(layer, shared(S, B, IN).requires_grad_(), whole if gather else own_columns, weight, bias)
 
@@ -82,6 +83,7 @@ def row_case():
             continue
         for has_bias, skip in ((True, False), (False, False), (True, True)):
             layer = mpu.RowParallelLinear(IN, OUT, bias=has_bias, stride=stride, skip_bias_add=skip, group=group)
+            assert (layer.bias is not None) == has_bias
             load(layer, weight, bias)
             run_and_compare(layer, shared(S, B, IN).requires_grad_(), whole, weight, bias)
     layer = mpu.RowParallelLinear(IN, OUT, input_is_parallel=True, group=group)
