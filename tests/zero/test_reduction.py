@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from megazero import mpu
+from megazero.zero.gradient import Gradient
 from tests.ranks import run_ranks
 from tests.zero.models import Toy, full_grad, make_engine, my_batch, run
 
@@ -22,22 +24,27 @@ def wait_for(path: Path) -> None:
 
 
 def overlap_case(folder: str) -> None:
-    """Rank 1 begins its backward when rank 0 is in the second unit of its own: which does not wait for rank 1."""
+    """Rank 1 begins its backward when rank 0 is in the second unit of its own: which does not wait for rank 1.
+
+    Unless nothing is to overlap.
+    """
     mpu.initialize_model_parallel(1)
-    for stage in (0, 1, 2):
-        engine = make_engine(Toy(), stage)
-        buckets = {bucket.name: bucket for bucket in engine.buckets}
+    for stage, overlaps in itertools.product((0, 1, 2), (True, False)):
+        engine = make_engine(Toy(), stage, zero={"overlap_comm": overlaps})
+        gradient = next(bucket for bucket in engine.buckets if bucket.name == "blocks.2").gradient
         signal = Path(folder) / str(stage)
 
-        def second_unit(_: torch.Tensor, buckets: dict = buckets, signal: Path = signal) -> None:
-            gradient = buckets["blocks.2"].gradient
-            assert gradient.buffers and not gradient.has_unreduced and not gradient.is_reduced, "it is on its way"
+        def second_unit(
+            _: torch.Tensor, gradient: Gradient = gradient, overlaps: bool = overlaps, signal: Path = signal
+        ) -> None:
+            assert not gradient.has_unreduced and gradient.is_reduced == (not overlaps)
+            assert gradient.buffers or not overlaps, "it is on its way"
             signal.touch()
 
         up = engine.module.blocks[1].up
         up.register_forward_hook(lambda _, __, output, hook=second_unit: output.register_hook(hook) and None)
         loss = engine(my_batch())
-        if mpu.get_data_parallel_rank() == 1:
+        if overlaps and mpu.get_data_parallel_rank() == 1:
             wait_for(signal)
         engine.backward(loss)
         engine.step()
