@@ -538,8 +538,7 @@ def test_gpus_that_pytorch_cannot_use_are_one_line_unless_they_are_hidden_or_ano
 @pytest.mark.parametrize(("stage", "own_optimizer"), [("0", False), ("2", True), ("3", False)])
 def test_the_pages_script_logs_each_gradients_norm_and_ends_when_it_says(corpus, tmp_path, stage, own_optimizer):
     page = (ROOT / "docs" / "training.md").read_text()
-    code, lion = re.findall(r"```python
-(.*?)```", page, re.DOTALL)[:2]
+    code, lion = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
     if own_optimizer:
         given = re.search(r"`pretrain\(\.\.\., (make_optimizer=.*)\)`", page)[1]
         code = lion + code.replace("before_update=before_update", f"before_update=before_update, {given}")
