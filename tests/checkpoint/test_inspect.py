@@ -85,7 +85,8 @@ def test_ls_shows_what_is_in_a_checkpoint(saved, capsys, arguments):
         "group 0  lr 0.05",
         "scale  1.0",
         "best  nan",
-        "betas  tuple of 2",
+        "betas  [0.9, 0.95]",
+        "args.lr  0.1",
         "ema  tensor float32 [4]",
     ):
         assert expected in text

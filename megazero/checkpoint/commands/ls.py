@@ -127,13 +127,15 @@ def brief(encoded: Any) -> str:
     kind = encoded.get(MARK) if isinstance(encoded, dict) else None
     if kind in ("tensor", "numpy"):
         text = f"{'array' if kind == 'numpy' else 'tensor'} {encoded['dtype']} {encoded['shape']}"
+    elif kind == "tuple" and not is_nested(encoded["items"]):
+        text = json.dumps(encoded["items"], ensure_ascii=False)
     elif kind is not None:
         text = str(encoded["value"]) if "value" in encoded else f"{kind} of {len(encoded.get('items', encoded))}"
     elif isinstance(encoded, dict) or (isinstance(encoded, list) and is_nested(encoded)):
         text = f"{type(encoded).__name__} of {len(encoded)}"
     else:
         text = json.dumps(encoded, ensure_ascii=False)
-    return shortened(text, 60)
+    return shortened(text, 200)
 
 
 def is_nested(items: list[Any]) -> bool:
@@ -182,10 +184,12 @@ def _in_a_line(settings: dict[str, Any]) -> str:
     return ", ".join(f"{key} {brief(value)}" for key, value in settings.items()) or "none"
 
 
-def _entries(encoded: Any) -> list[tuple[str, str]]:
-    if not isinstance(encoded, dict) or MARK in encoded:
-        return [] if encoded is None else [("value", brief(encoded))]
-    return [(key, brief(value)) for key, value in encoded.items()]
+def _entries(encoded: Any, path: str = "") -> list[tuple[str, str]]:
+    """A row for each value, by its path through dictionaries: "config.schedule.lr"."""
+    if isinstance(encoded, dict) and MARK not in encoded:
+        start = f"{path}." if path else ""
+        return [row for key, value in encoded.items() for row in _entries(value, f"{start}{key}")]
+    return [] if encoded is None and not path else [(path or "value", brief(encoded))]
 
 
 def _saved(path: Path) -> str:
