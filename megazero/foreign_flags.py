@@ -12,6 +12,7 @@ _ATTENTION = (
 )
 _NO_PIPELINES = "there are no pipelines; --model-parallel-size and --zero-stage 3 split what is too large"
 _OWN_NORMS = "a script logs such numbers of its own by before_update (docs/training.md)"
+_OWN_RATES = "a script gives parameter groups rates of their own by make_optimizer (docs/training.md)"
 _ONE_ENGINE = "there is one implementation"
 _UNSCALED = "softmax is in fp32 without it"
 _NOT_FINITE = "a loss or gradient that is not finite is noticed in a collective that each step makes anyway"
@@ -169,6 +170,8 @@ REFUSED = {
     "--activations-checkpoint-num-layers": _RECOMPUTED_TOGETHER,
     "--use-distributed-optimizer": "use --zero-stage 1, which shards the optimizer's states over the data-parallel ranks",
     "--optimizer-cpu-offload": "use --offload-optimizer cpu",
+    "--decoupled-lr": _OWN_RATES,
+    "--decoupled-min-lr": _OWN_RATES,
     "--grad-reduce-in-bf16": "use --grad-dtype compute",
     "--DDP-impl": _ONE_ENGINE,
     "--transformer-impl": _ONE_ENGINE,
