@@ -67,6 +67,7 @@ class Job:
     consumed_samples: int = 0
     first_loss: float | None = None
     corpora: list[str] | None = None  # fingerprints of the training data; initially the checkpoint's
+    shuffled_epochs: list[list[int]] | None = None  # of each corpus, as its dataset says; initially the checkpoint's
     is_cut: bool = False  # by a signal or a time limit, as all ranks agree: something is left to do
     stop: StopSignal = field(default_factory=StopSignal)  # this rank's own reasons to stop
     count_tokens: CountTokens | None = None  # with --calculate-per-token-loss: tokens that count in a micro-batch

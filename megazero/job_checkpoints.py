@@ -116,7 +116,7 @@ def load(job: Job, is_expected: bool = False) -> None:
         prepare=lambda reader: _prepare_to_continue(job, reader),
     )
     if not flags.finetune:
-        job.corpora = client.get("corpora")
+        job.corpora, job.shuffled_epochs = client.get("corpora"), client.get("shuffled_epochs")
         _say_what_changed(job, client)
     samples = counted(job.consumed_samples, "sample")
     logger.info("loaded %s: continuing after iteration %d, %s", path, job.iteration, samples)
@@ -135,14 +135,6 @@ def _say_what_changed(job: Job, client: dict[str, Any]) -> None:
             extra=ALIKE,
         )
         return
-    if client["train_samples"] != job.train_samples:
-        logger.warning(
-            "the run is now %d samples long, not %d: where that takes another number of epochs, or crosses 80 %% of the last "
-            "one, the order of the data changes and some samples come again",
-            job.train_samples,
-            client["train_samples"],
-            extra=ALIKE,
-        )
     batch = job.config.global_batch_size(job.groups.data_parallel_size)
     if client.get("global_batch_size", batch) != batch:
         logger.warning(
@@ -187,15 +179,28 @@ def _warn_of_flags(flags: list[str], so: str) -> None:
         logger.warning("%s: not as in the run that saved the checkpoint%s", ", ".join(flags), so, extra=ALIKE)
 
 
-def warn_of_other_corpora(job: Job, corpora: list[str]) -> None:
-    """Warns if the training data are not those of the checkpoint's run, whatever their names; then records them as the job's."""
+def warn_of_other_data(job: Job, corpora: list[str], shuffled_epochs: list[list[int]]) -> None:
+    """Warns if the training data are not those of the checkpoint's run, whatever their names, or have another order.
+
+    Then records them as the job's.
+
+    Args:
+        corpora, shuffled_epochs: what the dataset says.
+    """
     if job.corpora not in (None, corpora, _fingerprints(corpora)):  # as checkpoints once had them, the last
         logger.warning(
             "the documents of --train-data are not those of the run that saved the checkpoint: some may come again, and others "
             "never",
             extra=ALIKE,
         )
-    job.corpora = corpora
+    elif job.shuffled_epochs not in (None, shuffled_epochs):
+        logger.warning(
+            "the run is now %d samples long, which takes another number of epochs of the data, or crosses 80 %% of the last one: "
+            "their order changes, and some samples come again",
+            job.train_samples,
+            extra=ALIKE,
+        )
+    job.corpora, job.shuffled_epochs = corpora, shuffled_epochs
 
 
 def _fingerprints(corpora: list[str]) -> list[str]:
@@ -315,6 +320,7 @@ def save(job: Job, is_last: bool = False) -> None:
         "global_batch_size": job.config.global_batch_size(job.groups.data_parallel_size),
         "first_loss": job.first_loss,
         "corpora": job.corpora,
+        "shuffled_epochs": job.shuffled_epochs,
         "tokenizer_sha256": job.tokenizer.sha256,
         "tokenizer": {name: getattr(job.config.data, name) for name in TOKENIZER_FLAGS},
         "config": asdict(job.config),

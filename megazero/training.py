@@ -39,7 +39,7 @@ from megazero.job_checkpoints import (
     load,
     refuse_to_replace,
     save,
-    warn_of_other_corpora,
+    warn_of_other_data,
 )
 from megazero.logging import some, told_if_slow
 from megazero.metrics import MetricsWriter, perplexity
@@ -137,7 +137,7 @@ def pretrain(
     logger.info("%s", config.describe())
     logger.info("%s", describe_start(job))
     if train is not None:
-        warn_of_other_corpora(job, train.corpora)
+        warn_of_other_data(job, train.corpora, train.shuffled_epochs)
     if job.iteration < flags.train_iters:
         if train is None:
             raise ValueError(NO_TRAINING_DATA)

@@ -104,6 +104,11 @@ class BlendedDataset:
         """What `GPT2Dataset.corpora` says, of each corpus."""
         return [fingerprint for dataset in self.datasets for fingerprint in dataset.corpora]
 
+    @property
+    def shuffled_epochs(self) -> list[list[int]]:
+        """What `GPT2Dataset.shuffled_epochs` says, of each corpus: the blend's own order does not depend on its length."""
+        return [epochs for dataset in self.datasets for epochs in dataset.shuffled_epochs]
+
     def __len__(self) -> int:
         return len(self.order.dataset_index)
 

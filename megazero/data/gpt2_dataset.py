@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megazero.data.cache import ArrayCache
-from megazero.data.gpt2_index import GPT2Index, build_index, num_epochs, refuse_too_many
+from megazero.data.gpt2_index import GPT2Index, build_index, num_epochs, refuse_too_many, shuffled_epochs
 from megazero.data.indexed_dataset import IndexedDataset
 
 
@@ -75,6 +75,12 @@ class GPT2Dataset:
         """Which documents of the corpus these are, and a fingerprint of it: of the lengths of all its documents."""
         _, (start, stop), *_ = self._arguments
         return [f"{start}-{stop} of {self.indexed.fingerprint}"]
+
+    @property
+    def shuffled_epochs(self) -> list[list[int]]:
+        """What `gpt2_index.shuffled_epochs` says: if it is the same for two numbers of samples, their order is."""
+        _, _, _, num_samples, *_ = self._arguments
+        return [[*shuffled_epochs(self.tokens_per_epoch, self.seq_length, num_samples)]]
 
     def __len__(self) -> int:
         return len(self.index.shuffle_idx)

@@ -76,6 +76,23 @@ def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
     return -(-(num_samples * seq_length + 1) // tokens_per_epoch)
 
 
+def shuffled_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> tuple[int, int]:
+    """How many epochs are shuffled together, and how many, one or none, apart from them and behind.
+
+    With the seed, these are all that the order of the samples depends on.
+    """
+    epochs = num_epochs(tokens_per_epoch, seq_length, num_samples)
+    before_last = _samples_of(epochs - 1, tokens_per_epoch, seq_length)
+    per_epoch = _samples_of(1, tokens_per_epoch, seq_length)
+    is_last_apart = epochs > 1 and num_samples - before_last < int(_WHOLE_EPOCH_SHARE * per_epoch)
+    return (epochs - 1, 1) if is_last_apart else (epochs, 0)
+
+
+def _samples_of(epochs: int, tokens_per_epoch: int, seq_length: int) -> int:
+    """Samples that end within so many epochs: each needs one token more than its length."""
+    return (epochs * tokens_per_epoch - 1) // seq_length
+
+
 def refuse_too_many(name: str, num_samples: int, nbytes: int) -> None:
     """Raises if the order of the samples of a split takes more than the host's memory: it is in memory while it is built.
 
@@ -106,21 +123,15 @@ def build_index(
     """
     start, stop = documents
     tokens_per_epoch = int(sizes[start:stop].sum(dtype=np.int64))
-    epochs = num_epochs(tokens_per_epoch, seq_length, num_samples)
-    samples = (epochs * tokens_per_epoch - 1) // seq_length
-    # Samples that end before the last epoch does begin.
-    before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length
-    per_epoch = (tokens_per_epoch - 1) // seq_length
-    is_last_apart = epochs > 1 and num_samples - before_last < int(_WHOLE_EPOCH_SHARE * per_epoch)
+    together, apart = shuffled_epochs(tokens_per_epoch, seq_length, num_samples)
+    samples = _samples_of(together + apart, tokens_per_epoch, seq_length)
 
     random = np.random.RandomState(seed)  # the one source, consumed in this order: documents, then samples
-    if is_last_apart:
-        parts = [_shuffled_documents(start, stop, count, random) for count in (epochs - 1, 1)]
-        doc_idx = np.concatenate(parts)
-    else:
-        doc_idx = _shuffled_documents(start, stop, epochs, random)
+    doc_idx = np.concatenate(
+        [_shuffled_documents(start, stop, epochs, random) for epochs in (together, apart) if epochs]
+    )
     sample_idx = build_sample_idx(sizes[doc_idx], seq_length, samples)
-    shuffle_idx = _shuffled_samples(before_last if is_last_apart else samples, samples, random)
+    shuffle_idx = _shuffled_samples(_samples_of(together, tokens_per_epoch, seq_length), samples, random)
     return GPT2Index(doc_idx, sample_idx, shuffle_idx)
 
 
