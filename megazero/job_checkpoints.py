@@ -146,7 +146,7 @@ def _say_what_changed(job: Job, client: dict[str, Any]) -> None:
     changed = _changes(client["config"], job.config)
     others = [flag_of(name) for name in SAMPLES if name in changed]
     order = ". Where that means other data or another order, some samples come again and others never"
-    _warn_of_flags(others, order)
+    _warn_of_flags(others, f"{order}, and validation data that --split cuts off change as well")
     if job.corpora and flag_of("split") in others:  # so these are other documents, if of the same corpora
         job.corpora = _fingerprints(job.corpora)
     others = [flag_of(name) for name in LOSS if name in changed]
