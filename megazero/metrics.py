@@ -34,8 +34,10 @@ class StepReport:
     step_s: float  # seconds per iteration
     lr: float
     loss: float
+    loss_max: float  # of one iteration
     loss_scale: float
-    grad_norm: float
+    grad_norm: float  # of the last iteration
+    grad_norm_max: float  # of one iteration that was not skipped
     skipped: int  # iterations skipped for overflow, in total
     tokens_per_s: float
     tflops: float  # model TFLOP/s of one rank

@@ -198,15 +198,18 @@ def progress_bar(job: Job) -> Iterator[tqdm]:
             yield bar
 
 
-def log_step(job: Job, metrics: MetricsWriter, losses: list[float], samples: int, seconds: float) -> None:
+def log_step(
+    job: Job, metrics: MetricsWriter, interval: list[tuple[float, float]], samples: int, seconds: float
+) -> None:
     """Logs and records the averages of the iterations since the last log line. Every rank calls it.
 
     Args:
-        losses: one per iteration.
+        interval: of each iteration the loss and the gradients' norm.
         samples: consumed by all of these iterations, on all ranks.
         seconds: the time that they took.
     """
-    flags, engine, steps = job.config.training, job.engine, len(losses)
+    flags, engine, steps = job.config.training, job.engine, len(interval)
+    losses, norms = zip(*interval, strict=True)
     step_s = seconds / steps
     tokens = samples / steps * job.config.data.seq_length
     flops = tokens * job.config.model.flops_per_token(job.config.data.seq_length) / torch.distributed.get_world_size()
@@ -217,8 +220,10 @@ def log_step(job: Job, metrics: MetricsWriter, losses: list[float], samples: int
         step_s=step_s,
         lr=engine.get_lr()[0],
         loss=sum(losses) / steps,
+        loss_max=max(losses),
         loss_scale=engine.loss_scale(),
-        grad_norm=engine.get_global_grad_norm(),
+        grad_norm=norms[-1],
+        grad_norm_max=max(filter(math.isfinite, norms), default=math.nan),
         skipped=engine.skipped_steps,
         tokens_per_s=tokens / step_s,
         tflops=tflops,

@@ -168,7 +168,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
     flags, config = job.config.training, job.config
     iterator = batches(job, train, "training", flags.batch_size, job.consumed_samples, job.accumulation_steps)
     job.engine.train()
-    interval: list[float] = []
+    interval: list[tuple[float, float]] = []
     logged_at, start = job.consumed_samples, time.perf_counter()
     first = flags.next_trained(job.iteration + 1)
     watch = MemoryWatch(job.engine, job.device.type)
@@ -182,7 +182,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
             start += time.perf_counter() - begun  # logged step times cover training alone
             logged_at += job.consumed_samples - before
         else:
-            interval.append(loss)
+            interval.append((loss, job.engine.get_global_grad_norm()))
             bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
         bar.update()
         if job.iteration == first:

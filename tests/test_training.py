@@ -98,6 +98,20 @@ def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
     )
 
 
+def test_the_largest_loss_and_norm_of_an_interval_are_those_of_its_steps_that_were_not_skipped(corpus, tmp_path):
+    """In fp16, whose first loss scales are too large for a step."""
+    more = ("--fp16", "--initial-loss-scale", "320000", "--hysteresis", "1", "--lr", "1e-1")
+    for run, every in (("each", "1"), ("three", "3")):
+        done = run_job(flags(corpus, tmp_path / run, 6, *more, "--log-interval", every), 1)
+        assert done.returncode == 0, done.stdout
+    each, three = ([line for line in logged(tmp_path / run) if line["section"] == "train"] for run in ("each", "three"))
+    assert any(line["grad_norm"] is None for line in each) and any(line["grad_norm"] for line in each)
+    for line, steps in zip(three, (each[:3], each[3:]), strict=True):
+        norms = [step["grad_norm"] for step in steps if step["grad_norm"] is not None]
+        assert line["loss_max"] == max(step["loss"] for step in steps) > line["loss"]
+        assert line["grad_norm_max"] == max(norms)
+
+
 def test_sets_with_names_have_the_losses_that_they_have_alone_and_leave_the_training_as_it_is(corpus, tmp_path):
     tiny, lines = corpus[1], tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps({"text": text[::-1]}) + "\n" for text in make_texts(30)))
