@@ -549,12 +549,40 @@ def test_gpus_that_pytorch_cannot_use_are_one_line_unless_they_are_hidden_or_ano
     assert run_script(1, str(script), []).returncode == 0
 
 
+PAGE = ROOT / "docs" / "training.md"
+
+
+def pages_programs() -> list[str]:
+    """The script of one's own, an optimizer for it, and hooks that find a NaN."""
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[:3]
+
+
+BREAKS_A_LAYER = """
+def broken(*arguments):
+    model = make_model(*arguments)
+    model.transformer.layers[1].mlp.dense_h_to_4h.register_forward_hook(lambda *given: given[2] / 0, prepend=True)
+    return model
+
+run_script(pretrain_gpt2.check, lambda checked: pretrain(*checked, broken, pretrain_gpt2.forward_step))
+"""
+
+
+@pytest.mark.parametrize("more", [(), ("--zero-stage", "3", "--checkpoint-activations"), ("--sequence-parallel",)])
+def test_the_pages_hooks_name_the_layer_that_made_the_nan(corpus, tmp_path, more):
+    code, _, hooks = pages_programs()
+    script = tmp_path / "script.py"
+    script.write_text(code.partition("\ndef ")[0] + hooks + BREAKS_A_LAYER)
+    split = ("--model-parallel-size", "2") if "--sequence-parallel" in more else ()
+    done = run_script(2, str(script), flags(corpus, tmp_path / "a", 3, *more, *split))
+    assert done.returncode == 1
+    assert "error: the output of transformer.layers.1.mlp.dense_h_to_4h is not finite" in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize(("stage", "own_optimizer"), [("0", False), ("2", True), ("3", False)])
 def test_the_pages_script_logs_each_gradients_norm_and_ends_when_it_says(corpus, tmp_path, stage, own_optimizer):
-    page = (ROOT / "docs" / "training.md").read_text()
-    code, lion = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
+    code, lion, _ = pages_programs()
     if own_optimizer:
-        given = re.search(r"`pretrain\(\.\.\., (make_optimizer=.*)\)`", page)[1]
+        given = re.search(r"`pretrain\(\.\.\., (make_optimizer=.*)\)`", PAGE.read_text())[1]
         code = lion + code.replace("before_update=before_update", f"before_update=before_update, {given}")
     script = tmp_path / "script.py"
     script.write_text(code)
