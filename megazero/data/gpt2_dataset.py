@@ -104,7 +104,7 @@ class GPT2Dataset:
         (position, _), (last_position, _) = self.index.sample_idx[sample : sample + 2].tolist()
         sequences = self.index.doc_idx[position : last_position + 1]
         documents = np.searchsorted(self.indexed.doc_idx, sequences, side="right") - 1
-        return self.indexed.prefix, documents.tolist()
+        return self.indexed.prefix, list(dict.fromkeys(documents.tolist()))
 
     def __reduce__(self) -> tuple[Callable[..., GPT2Dataset], tuple]:
         return GPT2Dataset, self._arguments  # a data-loader worker maps the files itself

@@ -53,6 +53,18 @@ def test_samples_are_pieces_of_the_stream(tmp_path_factory, sizes, seq_length, n
     assert len(dataset) >= num_samples
 
 
+def test_the_documents_of_a_sample_are_those_of_its_tokens(tmp_path):
+    """The second document has two sequences, which are shuffled like documents, and the third has none."""
+    with IndexedDatasetWriter(tmp_path / "c", np.int32) as writer:
+        for sequences in ([[0, 0, 0]], [[1, 1], [1]], [], [[3, 3, 3, 3]]):
+            for sequence in sequences:
+                writer.add_sequence(sequence)
+            writer.end_document()
+    dataset = GPT2Dataset(IndexedDataset(tmp_path / "c"), (0, 4), "train", 20, 2, 0)
+    for i in range(len(dataset)):
+        assert dataset.source_of(i) == (tmp_path / "c", list(dict.fromkeys(dataset[i]["text"].tolist())))
+
+
 def test_more_samples_than_memory_has_room_for_are_refused_before_they_are_ordered(tmp_path, monkeypatch):
     indexed = corpus(tmp_path, [7] * 12)
     with pytest.raises(ValueError, match="^1000000000000000 valid samples .* GB are there. Lower --eval-iters"):

@@ -61,7 +61,8 @@ def show_samples(
         raise ValueError(f"The run of {reader.path} had no --train-data.")
     if train.corpora != client["corpora"]:
         raise ValueError(
-            f"The documents of {' '.join(data.train_data or ())} are not those of the run of {reader.path}."
+            f"The documents of {' '.join(data.train_data or ())} are not those of the run of {reader.path}. Give the "
+            "--train-data that it read."
         )
     for iteration, batch in samples.items():
         for i in batch:
