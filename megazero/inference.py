@@ -82,8 +82,8 @@ def open_checkpoint(config: InferenceConfig) -> Trained:
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no vocabulary where the training job had it.
-        ValueError: --load names a checkpoint instead of the directory that holds it, the checkpoint is damaged, or the vocabulary
-            is not the one it was trained with.
+        ValueError: --load names a checkpoint instead of the directory that holds it, the checkpoint is damaged or not of a
+            GPT2Model, or the vocabulary is not the one it was trained with.
     """
     assert config.load is not None
     directory = Path(config.load).absolute()  # the folder "." has a name, too
@@ -93,6 +93,11 @@ def open_checkpoint(config: InferenceConfig) -> Trained:
             f"{directory.parent} --tag {directory.name}."
         )
     reader = Reader(config.load, config.tag)
+    if "word_embeddings.weight" not in reader.tensors:
+        raise ValueError(
+            f"{reader.path} is not of this library's GPT2Model: it has {', '.join([*reader.tensors][:3])}, ... Use a model of "
+            "your own by megazero.initialize without an optimizer, and load_checkpoint."
+        )
     client = client_state(reader)
     tokenizer = _tokenizer(config, client, reader.path)
     model = GPT2Config.of_saved(client, reader.path).for_inference()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megazero.inference import InferenceConfig, open_checkpoint
 from tests.ranks import run_script
 from tests.tiny import TINY_MODEL, logged
 
@@ -92,6 +93,8 @@ def test_a_model_without_such_flags_has_no_warning_and_a_table_of_its_own_size(c
     vocabulary = 300
     assert f"parameters  {2 * 8 * vocabulary + vocabulary:,} of Own; TFLOP/s is a GPT-2's" in output, output
     assert "WARNING" not in output and "generate text" not in output, output
+    with pytest.raises(ValueError, match="is not of this library's GPT2Model: it has embedding.weight, head.weight"):
+        open_checkpoint(InferenceConfig(load=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
