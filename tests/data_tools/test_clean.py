@@ -159,6 +159,8 @@ def test_a_damaged_wet_file_is_named(tmp_path):
     pytest.importorskip("fastwarc")
     path, record = tmp_path / "crawl.wet", wet_record(1, b"some text")
     header = record[: record.index(b"\r\n\r\n")]
+    path.write_bytes(b"")
+    assert list(warc_lines(path)) == []
     # What is cut off in its header, before or after the length, is no record of an empty text.
     for damaged in (b"noise" + record, record[:-5], header, header[:-1], header[:-2], header[:-18], header[:-50]):
         path.write_bytes(wet_record(0, b"text before") + damaged)

@@ -84,8 +84,7 @@ def test_copies_of_copies_are_one_group_whatever_their_order(tmp_path):
     (tmp_path / "copies.jsonl").write_text("".join(f'{{"{a}": [{{"{b}": 0.9}}]}}\n' for a, b in pairs))
     flags = ("--input", str(tmp_path / "copies.jsonl"), "--output", str(tmp_path / "groups.jsonl"))
     assert run_step("group_duplicates", *flags)["copies"] == 4
-    groups = [set(names) for record in read_documents(tmp_path / "groups.jsonl") for names in record.values()]
-    assert groups == [{"a", "b", "c", "f"}, {"d", "e"}]
+    assert read_documents(tmp_path / "groups.jsonl") == [{"0": ["b", "c", "a", "f"]}, {"1": ["d", "e"]}]
 
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
@@ -97,6 +96,7 @@ def test_lists_may_be_compressed(tmp_path, monkeypatch, ending):
     for packed in ("", f".{ending}"):
         copies, groups, unique = (f"{name}.jsonl{packed}" for name in ("copies", "groups", "unique"))
         found = run_step("find_duplicates", "--input", "in.jsonl", "--output", copies)
+        assert found["documents"] == 60
         assert found["copies"] == run_step("group_duplicates", "--input", copies, "--output", groups)["copies"] > 1
         run_step("remove_group_duplicates", "--groups", groups, "--input", "in.jsonl", "--output", unique)
         made.append([read_documents(tmp_path / name) for name in (copies, groups, unique)])

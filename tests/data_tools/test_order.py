@@ -187,6 +187,8 @@ def test_several_files_do_not_fit_into_one(tmp_path, corpus):
         run_step("split", *flags)
     with pytest.raises(ValueError, match="--shards 2 files do not fit into the file --output .*a.jsonl"):
         run_step("shuffle", *flags, "--shards", 2)
+    with pytest.raises(ValueError, match="--shards must be at least 1, got 0"):
+        run_step("shuffle", "--input", corpus, "--output", tmp_path / "a", "--shards", 0)
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "parquet"])

@@ -384,8 +384,10 @@ def test_a_finished_shard_is_whole_although_a_run_with_other_settings_was_stoppe
 
 def test_an_output_that_is_an_input_is_refused(tmp_path):
     inputs = make_files(tmp_path / "in", count=1)
-    with pytest.raises(ValueError, match="is an input too"):
-        run(inputs, tmp_path / "in", workers=1)
+    (tmp_path / "link").symlink_to("in")
+    for output in ("in", "link"):
+        with pytest.raises(ValueError, match="is an input too"):
+            run(inputs, tmp_path / output, workers=1)
 
 
 def test_two_runs_with_an_output_in_common_do_not_write_it_at_once(tmp_path):
@@ -417,8 +419,10 @@ def test_a_step_that_keeps_nothing_says_so(tmp_path, caplog):
 
 def test_inputs_are_checked(tmp_path):
     inputs = make_files(tmp_path / "in", count=1)
-    with pytest.raises(ValueError, match="named twice"):
-        list_inputs([inputs[0], tmp_path / "in"])
+    (tmp_path / "link").symlink_to("in")
+    for name in ("in", "link"):
+        with pytest.raises(ValueError, match="named twice"):
+            list_inputs([inputs[0], tmp_path / name])
     with pytest.raises(FileNotFoundError, match="no such file"):
         list_inputs([tmp_path / "absent.jsonl"])
     (tmp_path / "b.csv").touch()
@@ -555,7 +559,7 @@ def test_memory_bounds_the_number_of_workers():
 
 
 def test_of_two_runs_at_a_time_one_makes_the_file_and_the_other_waits_for_it(tmp_path):
-    begun, made = threading.Event(), []
+    begun, made, path = threading.Event(), [], tmp_path / "new" / "folder" / "a.txt"
 
     def make(file):
         made.append(file.write(b"text"))
@@ -564,8 +568,8 @@ def test_of_two_runs_at_a_time_one_makes_the_file_and_the_other_waits_for_it(tmp
         return {"bytes": 4}
 
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(made_once, tmp_path / "a.txt", [tmp_path / "a.txt"], "key", make)
+        first = pool.submit(made_once, path, [path], "key", make)
         begun.wait(60)
-        second = pool.submit(made_once, tmp_path / "a.txt", [tmp_path / "a.txt"], "key", make)
+        second = pool.submit(made_once, path, [path], "key", make)
     assert (first.result(), second.result(), made) == (({"bytes": 4}, False), ({"bytes": 4}, True), [4])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "a.txt.done.json"]
+    assert sorted(os.listdir(path.parent)) == ["a.txt", "a.txt.done.json"]
