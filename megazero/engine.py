@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from numbers import Integral, Real
@@ -80,7 +80,7 @@ class Engine:
     Attributes:
         optimizer: the `BucketOptimizer`; None without `optimizer_factory`.
         saver: `saver.claim(directory)` makes a directory this job's, before hours are spent on what could not be saved there.
-        reduction_timers: receive, as "allreduce", the part of the reductions' time that backward has not hidden; None by default.
+        reduction_timers: receive how long other ranks are waited for: the channel's `timers`.
 
     Raises:
         TypeError: an argument is of another type, such as the name of a dtype.
@@ -199,9 +199,17 @@ class Engine:
         self._micro_steps = 0
         self._since_update = 0  # micro-batches
         self._is_applied = False
-        self.reduction_timers: Timers | None = None
         self._grad_norm = 0.0
         self._is_destroyed = False
+
+    @property
+    def reduction_timers(self) -> Timers | None:
+        """See the class."""
+        return self.channel.timers
+
+    @reduction_timers.setter
+    def reduction_timers(self, timers: Timers | None) -> None:
+        self.channel.timers = timers
 
     # ---- forward, backward, step
 
@@ -261,8 +269,7 @@ class Engine:
         self._optimizer.has_gradients = False  # until this succeeds: a failed one leaves only a part of them
         with self.schedule.backward(is_last_micro_batch):
             (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
-        with nullcontext() if self.reduction_timers is None else self.reduction_timers("allreduce"):
-            self.schedule.finish_backward()
+        self.schedule.finish_backward()
         self._optimizer.has_gradients = True
         return loss.detach()
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 # Of a StepReport: what is written under another name, or not at all.
 _NOT_SCALARS = ("iteration", "train_iters", "phases_s")
 # The phases of a step, in the order of Megatron-LM's line.
-_PHASES = ("forward", "backward", "allreduce", "optimizer", "batch generator", "data loader")
+_PHASES = ("forward", "backward", "allreduce", "allgather", "optimizer", "batch generator", "data loader")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 # Lowest first. Packages and modules of one level do not import each other.
 LEVELS = [
-    {"cgroups", "children", "files", "logging", "missing_names"},
+    {"cgroups", "children", "files", "logging", "missing_names", "timers"},
     {
         "option",
         "nested",
@@ -22,7 +22,6 @@ LEVELS = [
         "foreign_flags",
         "launch",
         "nvme",
-        "timers",
         "throughput",
     },
     {"accelerator", "mpu", "optim", "profiling", "lines", "runner", "stop_signal", "wandb_log"},

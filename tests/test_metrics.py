@@ -52,9 +52,9 @@ def test_the_page_about_the_log_shows_a_line_as_it_is():
 
 
 def test_phases_are_told_in_megatrons_order_and_a_scripts_own_after_them():
-    seconds = {"augment": 1e-3, "data loader": 2e-3, "forward": 3e-3, "backward": 4e-3}
+    seconds = {"augment": 1e-3, "data loader": 2e-3, "allgather": 5e-3, "forward": 3e-3, "backward": 4e-3}
     report = StepReport(**NUMBERS, mfu=None, iteration=2, train_iters=8, phases_s=seconds)
-    want = "time (ms) | forward: 3.00 | backward: 4.00 | data loader: 2.00 | augment: 1.00"
+    want = "time (ms) | forward: 3.00 | backward: 4.00 | allgather: 5.00 | data loader: 2.00 | augment: 1.00"
     assert report.phases_line() == want
 
 

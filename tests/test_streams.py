@@ -494,17 +494,19 @@ def test_the_host_reads_a_readout_when_it_has_come():
     assert not cuda.races, "\n".join(cuda.races)
 
 
-def test_what_backward_does_not_hide_of_reductions_is_timed_where_the_device_waits_for_it():
-    waited_for: set[str] = set()
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_waits_for_other_ranks_are_timed_where_the_device_waits(stage):
+    waited_for: dict[str, set[str]] = {"allreduce": set()} if stage == 0 else {"allreduce": set(), "allgather": set()}
 
-    def timed_step(job: Job) -> None:
+    def timed_steps(job: Job) -> None:
         job.engine.reduction_timers = timers = Timers(torch.device("cuda"))
         step(job)
-        ((_, start, stop),) = timers._events
-        waited_for.update(agent.name for agent, time in stop.clock.items() if time > start.clock.get(agent, 0))
+        step(job)  # waits for what the first one has updated
+        for phase, start, stop in timers._events:
+            waited_for[phase] |= {agent.name for agent, time in stop.clock.items() if time > start.clock.get(agent, 0)}
 
-    run("--zero-stage 2 --bf16", does=timed_step)
-    assert any("NCCL" in name for name in waited_for), waited_for
+    run(f"--zero-stage {stage} --bf16", does=timed_steps)
+    assert all(any("NCCL" in name for name in names) for names in waited_for.values()), waited_for
 
 
 # ---- ends that are no end of a step

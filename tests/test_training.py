@@ -1341,9 +1341,10 @@ def test_an_evaluation_that_fails_leaves_modes_and_timers_as_they_were():
     job = SimpleNamespace(engine=SimpleNamespace(module=module, eval=module.eval), timers=timers, device=device)
     with pytest.raises(ZeroDivisionError), _evaluating(job):
         assert job.timers is not timers and not module[0].training and not torch.is_grad_enabled()
+        assert job.engine.reduction_timers is job.timers
         raise ZeroDivisionError
     assert [part.training for part in module] == [True, False] and module.training
-    assert job.timers is timers and torch.is_grad_enabled()
+    assert job.engine.reduction_timers is job.timers is timers and torch.is_grad_enabled()
 
 
 def test_an_evaluation_loses_nothing_of_many_small_losses(one_rank, monkeypatch):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from megazero.comm.lane import Finished, NativeLane, ThreadLane, Work
+from megazero.comm.lane import Finished, NativeLane, ThreadLane, Timed, Work
 from megazero.comm.links import link
 from megazero.comm.meeting import Meeting, named
 from megazero.comm.point_to_point import PointToPointTransport
@@ -19,6 +19,7 @@ from megazero.comm.shared_memory import SharedMemoryTransport, area_bytes
 from megazero.comm.transport import Transport
 from megazero.comm.two_level import TwoLevelTransport
 from megazero.comm.world import ProcessGroup, backend_of, even_out_groups, largest, new_group_like
+from megazero.timers import Timers
 
 # For each group, the further groups that its channels share, by shard size. They last as long as the world.
 _levels: WeakKeyDictionary[ProcessGroup, dict[int, list[ProcessGroup]]] = WeakKeyDictionary()
@@ -56,6 +57,8 @@ class Channel:
         rank, size: this rank's place in its set, and the number of ranks in a set.
         set_rank, num_sets: which set this is, and the number of sets.
         timeout_s: seconds without progress after which a collective or `meet` fails: the group's.
+        timers: receive how long results are waited for, as "allreduce" those of reductions, as "allgather" those of gathers; None
+            by default.
     """
 
     def __init__(self, group: ProcessGroup, *, shard_size: int | None = None) -> None:
@@ -77,6 +80,7 @@ class Channel:
         self.num_sets = self.num_ranks // self.size
         self.set_rank, self.rank = divmod(group.rank(), self.size)
         self.timeout_s = timeout_of(group)
+        self.timers: Timers | None = None
         self.traffic: dict[str, Traffic] = {}
         self.reset_traffic()
         self.name, self.transport = "", "none"  # what moves the data
@@ -173,7 +177,9 @@ class Channel:
         traffic.elements += part * (self.size - 1) * (2 if action == "all_reduce" else 1)
         if action != "all_gather":
             traffic.elements += 2 * part * (self.num_sets - 1) // self.num_sets
-        return (self._gathers if action == "all_gather" else self._reductions).issue(action, buffer, name)
+        lane, phase = (self._gathers, "allgather") if action == "all_gather" else (self._reductions, "allreduce")
+        work = lane.issue(action, buffer, name)
+        return work if self.timers is None else Timed(work, self.timers, phase)
 
 
 def _open_lanes(group: ProcessGroup, size: int, name: str) -> tuple[str, Sequence[ThreadLane | NativeLane]]:

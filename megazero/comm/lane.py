@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megazero.comm.transport import Transport, describe
 from megazero.comm.world import ProcessGroup, has_streams
+from megazero.timers import Timers
 
 _PATIENCE_S = 2.0  # how long closing a lane waits for what is under way
 _NOTED = 1024  # most collectives that a `NativeLane` notes before they are compared
@@ -42,6 +43,18 @@ class Finished:
 
     def wait(self) -> None:
         """Returns at once."""
+
+
+class Timed:
+    """A collective whose `wait` is timed: the host's, or on NCCL the current stream's."""
+
+    def __init__(self, work: Work, timers: Timers, phase: str) -> None:
+        self._work, self._timers, self._phase = work, timers, phase
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        with self._timers(self._phase):
+            self._work.wait()
 
 
 class ThreadLane:
