@@ -49,6 +49,7 @@ ALWAYS_SO = {
     "--log-memory-to-tensorboard": _ALWAYS_LOGGED,
     "--log-validation-ppl-to-tensorboard": _ALWAYS_LOGGED,
     "--log-loss-scale-to-tensorboard": _ALWAYS_LOGGED,
+    "--log-straggler": "the log names a rank that the others wait for",
     "--check-for-nan-in-loss-and-grad": _NOT_FINITE,
     "--use-dist-ckpt": _ONE_FORMAT,
     "--auto-detect-ckpt-format": _ONE_FORMAT,

@@ -23,6 +23,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from megazero.checkpoint.tags import list_tags, tag_of
 from megazero.engine import Engine
 from megazero.job import Job
+from megazero.late_ranks import LateRanks
 from megazero.logging import counted, table
 from megazero.metrics import MetricsWriter, StepReport, by_section, plot_losses
 from megazero.model.gpt2 import GPT2Model
@@ -199,7 +200,7 @@ def progress_bar(job: Job) -> Iterator[tqdm]:
 
 
 def log_step(
-    job: Job, metrics: MetricsWriter, interval: list[tuple[float, float]], samples: int, seconds: float
+    job: Job, metrics: MetricsWriter, late: LateRanks, interval: list[tuple[float, float]], samples: int, seconds: float
 ) -> None:
     """Logs and records the averages of the iterations since the last log line. Every rank calls it.
 
@@ -232,6 +233,7 @@ def log_step(
     )
     logger.info(report.line())
     logger.info(report.phases_line())
+    seconds_waited = steps * sum(report.phases_s.get(phase, 0.0) for phase in ("allreduce", "allgather"))
     if job.iteration - metrics.start_iteration <= flags.log_interval:  # the first line of this run
         held, peak = (measure(job.device) / 2**20 for measure in (memory_bytes, peak_memory_bytes))
         logger.info(
@@ -240,6 +242,8 @@ def log_step(
             held,
             peak,
         )
+    elif line := late.line(steps, seconds, seconds_waited):  # not of the first iterations, which compile and warm up
+        logger.info("%s", line)
     more = {"consumed_samples": job.consumed_samples, "peak_memory_mb": peak_memory_bytes(job.device) / 2**20}
     metrics.write(job.iteration, {**job.own_scalars, **report.scalars(), **more}, "train")
 

@@ -41,6 +41,7 @@ from megazero.job_checkpoints import (
     save,
     warn_of_other_data,
 )
+from megazero.late_ranks import LateRanks
 from megazero.logging import some, told_if_slow
 from megazero.metrics import MetricsWriter, perplexity
 from megazero.model.modes import in_mode
@@ -172,7 +173,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
     logged_at, start = job.consumed_samples, time.perf_counter()
     first = flags.next_trained(job.iteration + 1)
     watch = MemoryWatch(job.engine, job.device.type)
-    profiler = step_profiler(job)
+    profiler, late = step_profiler(job), LateRanks()
     stop: str | None = None
     while job.iteration < flags.train_iters and not stop:
         begun, before = time.perf_counter(), job.consumed_samples
@@ -188,7 +189,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
         if job.iteration == first:
             logger.info("%s", describe_memory(job, "memory after the first step", watch.stop()))
         if interval and job.iteration % flags.log_interval == 0:
-            log_step(job, metrics, interval, job.consumed_samples - logged_at, time.perf_counter() - start)
+            log_step(job, metrics, late, interval, job.consumed_samples - logged_at, time.perf_counter() - start)
             interval, logged_at, start = [], job.consumed_samples, time.perf_counter()
         paused = time.perf_counter()
         if not stop and job.iteration % flags.eval_interval == 0 and job.iteration < flags.train_iters:

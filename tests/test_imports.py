@@ -24,7 +24,7 @@ LEVELS = [
         "nvme",
         "throughput",
     },
-    {"accelerator", "mpu", "optim", "profiling", "lines", "runner", "stop_signal", "wandb_log"},
+    {"accelerator", "late_ranks", "mpu", "optim", "profiling", "lines", "runner", "stop_signal", "wandb_log"},
     {"ops", "zero", "data", "entry", "metrics", "texts"},
     {"json_config"},
     {"activation_checkpointing"},
