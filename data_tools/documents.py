@@ -16,11 +16,13 @@ from typing import Any
 from data_tools.optional import require
 from megazero.lines.compressed import uncompressed_name
 from megazero.lines.jsonl import ID_KEYS, MAX_LINE_BYTES, Block, name_of, overlong, read_blocks
+from megazero.lines.results import BlockResult, Counts, no_text, read_documents
 
 Document = dict[str, Any]
 """A JSON object (see `jsonl.read_object`)."""
 
 _PIECE_BYTES = 1 << 20
+_PEEK_BYTES = 1 << 16
 
 
 def document_blocks(
@@ -77,6 +79,31 @@ def _gathered(
                 yield block(len(data))
     if data:
         yield block(len(data))
+
+
+def check_documents(paths: Iterable[Path], key: str, max_line_bytes: int, flag: str = "--json-key") -> None:
+    """Reads each file up to its first document.
+
+    Args:
+        flag: names the key, for messages.
+
+    Raises:
+        ValueError: a file has lines, and a document on none of them. They would be left out one by one, and with them a whole
+            source: its text has another key, or it is a JSON array. Or a file is damaged.
+    """
+    for path in paths:
+        counts = Counts()
+        for block in document_blocks(path, _PEEK_BYTES, max_line_bytes=max_line_bytes):
+            result = BlockResult()
+            if next(read_documents(block, key, result), None) is not None:
+                break
+            if result.removed and not counts.errors:
+                line, _, _, fault = result.removed[0]
+                counts.errors.append(f"{path}:{counts.lines + line + 1}: {fault}")
+            counts.add(result.counts)
+        else:
+            if counts.bad_lines:
+                raise no_text([path], key, counts, flag)
 
 
 def document_id(document: Document, key: str, id_keys: Sequence[str] = ID_KEYS) -> str:

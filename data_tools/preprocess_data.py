@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for a checkout that is not installed
 
-from data_tools.documents import document_blocks
+from data_tools.documents import check_documents, document_blocks
 from data_tools.inputs import list_inputs
 from data_tools.options import add_run_options, run_options
 from megazero.data.build import build_tokenizer_from
@@ -93,6 +93,7 @@ def _tokenize(
     args: argparse.Namespace, inputs: Sequence[Path], key: str, tokenizer: Tokenizer, options: WorkOptions
 ) -> dict[str, Any]:
     prefix = f"{args.output_prefix}_{key}_document"
+    check_documents(inputs, key, options.max_line_bytes, "--json-keys")
     sidecar = tokenize_json(
         inputs,
         prefix,

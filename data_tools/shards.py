@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_tools.documents import document_blocks
+from data_tools.documents import check_documents, document_blocks
 from data_tools.done_marker import check_made_here, marker_path, read_marker, write_marker
 from data_tools.inputs import list_inputs
 from data_tools.line_functions import DocumentFunction, DocumentLines, LineFunction, apply_to_block
@@ -93,7 +93,8 @@ def run_blocks(
         search: finds lines that are unwanted before any is written.
 
     Raises:
-        ValueError: bad input with `options.strict`, a damaged file, or an output in the way.
+        ValueError: bad input with `options.strict`, a damaged file, one without a document on any of its lines, or an output in
+            the way.
         RuntimeError: a worker process died; OSError: the disk is full. In both cases what was committed is kept.
     """
     first = min(shard.record for shard in shards)
@@ -113,6 +114,8 @@ def run_blocks(
             logger.info("%s: %d of %d shards are there already", step, skipped, len(shards))
         if todo:
             paths = [path for shard in todo for path in shard.inputs]
+            if "key" in settings:
+                check_documents(paths, settings["key"], options.max_line_bytes)
             useful = replace(options, workers=useful_workers(paths, options.block_bytes, options.workers_in_memory))
             partials = (PartialShard(shard, key_of(description)) for shard, description in todo.items())
             with search() as drops:

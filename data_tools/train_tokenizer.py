@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from data_tools.documents import check_documents
 from data_tools.done_marker import made_once
 from data_tools.inputs import list_inputs
 from data_tools.optional import version_of
@@ -28,7 +29,7 @@ from megazero.data.tokenizer import GPT2BPETokenizer, SentencePieceTokenizer, To
 from megazero.files import append_suffix, written_aside
 from megazero.lines.contents import check_unchanged, describe_files, key_of
 from megazero.lines.partial_shard import DROPPED_SUFFIX
-from megazero.lines.results import NO_TEXT, check_strict
+from megazero.lines.results import NO_TEXT, check_strict, no_text
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +73,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
     def make(*files: BinaryIO) -> dict[str, Any]:
-        sample = sample_documents(paths, args.json_key, args.sample_mb, args.strict, int(args.max_line_mb * (1 << 20)))
+        max_line_bytes = int(args.max_line_mb * (1 << 20))
+        check_documents(paths, args.json_key, max_line_bytes)
+        sample = sample_documents(paths, args.json_key, args.sample_mb, args.strict, max_line_bytes)
         check_unchanged(paths, contents)
         if not sample.texts:
-            why = f"; the first: {sample.counts.errors[0]}" if sample.counts.errors else ""
-            raise ValueError(
-                f"no line of {', '.join(map(str, paths))} holds a text under the key {args.json_key!r} (--json-key){why}"
-            )
+            raise no_text(paths, args.json_key, sample.counts, "--json-key")
         return {"result": _write(args, sample, files)}
 
     content, skipped = made_once(prefix, _outputs(args), key_of(description), make, "--model-prefix")

@@ -31,7 +31,7 @@ from megazero.lines.contents import describe_files, key_of
 from megazero.lines.jsonl import read_blocks
 from megazero.lines.outputs import check_ours, full_disk_named
 from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL, PartialShard, Shard, give_up
-from megazero.lines.results import NO_TEXT, check_strict, report_empty
+from megazero.lines.results import NO_TEXT, check_strict, no_text, report_empty
 from megazero.lines.resumable import BlockReader, WorkOptions, fill_one, useful_workers
 
 logger = logging.getLogger(__name__)
@@ -173,12 +173,7 @@ def _check_documents(partial: PartialShard, key: str) -> None:
         logger.warning("left out %d of %d lines that hold no document", counts.bad_lines, counts.lines)
     if counts.kept == 0:
         partial.remove()
-        why = f"; the first: {counts.errors[0]}" if counts.errors else ""
-        raise ValueError(
-            f"no line of {', '.join(map(str, partial.shard.inputs))} holds a text under the key {key!r}: {counts.lines} lines, "
-            f"{counts.bad_lines} bad, {counts.documents} without text{why}. Each line must be one JSON object, in UTF-8; "
-            "name the key of its text with --json-keys (--text-key when training)."
-        )
+        raise no_text(partial.shard.inputs, key, counts, "--json-keys (--text-key when training)")
 
 
 def lengths_of(partial: PartialShard) -> np.ndarray:

@@ -156,6 +156,16 @@ def report_empty(paths: Iterable[Path]) -> int:
     return len(empty)
 
 
+def no_text(paths: Iterable[Path], key: str, counts: Counts, flag: str) -> ValueError:
+    """The error where files that were counted hold no text; `flag` names the key."""
+    why = f"; the first: {counts.errors[0]}" if counts.errors else ""
+    return ValueError(
+        f"no line of {', '.join(map(str, paths))} holds a text under the key {key!r}: {counts.lines} lines, "
+        f"{counts.bad_lines} bad, {counts.documents} without text{why}. Each line must be one JSON object, in UTF-8; name the "
+        f"key of its text with {flag}."
+    )
+
+
 def check_strict(errors: Sequence[str], strict: bool, found: str) -> None:
     """Raises a ValueError where `strict` is set and an earlier run has kept errors; `found` says when."""
     if strict and errors:

@@ -231,12 +231,16 @@ def test_bad_lines_are_reported_once_with_their_place(tmp_path, caplog):
     assert not (tmp_path / "strict.jsonl").exists()
 
 
-def test_a_file_without_documents_is_no_error(tmp_path):
+def test_a_file_without_lines_is_no_error_but_one_without_documents_is(tmp_path):
     (tmp_path / "empty.jsonl").write_bytes(b"")
+    (tmp_path / "blank.jsonl").write_bytes(b"\n \n")
     write_lines(tmp_path / "bad.jsonl", BAD)
-    statistics = deduplicate([tmp_path / "empty.jsonl", tmp_path / "bad.jsonl"], tmp_path / "out")
+    files = [tmp_path / f"{name}.jsonl" for name in ("empty", "blank", "bad")]
+    statistics = deduplicate(files[:2], tmp_path / "out")
     assert statistics["documents"] == 0 and statistics["empty_files"] == 1
     assert (tmp_path / "out" / "empty.jsonl").read_bytes() == b""
+    with pytest.raises(ValueError, match="no line of .*bad.jsonl holds a text under the key 'text': .*; the first: "):
+        deduplicate(files, tmp_path / "all.jsonl")
 
 
 @pytest.mark.parametrize(

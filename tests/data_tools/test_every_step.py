@@ -175,6 +175,20 @@ def test_empty_input_is_no_fault_but_where_nothing_can_be_made_of_it(folder, ste
         assert statistics["documents"] == 0 and not any(outputs_of(case))
 
 
+@pytest.mark.parametrize("line", [b'{"content": "a text"}', b'[\n{\n"text": "a"\n}\n]', b'{"text": "cut'])
+@pytest.mark.parametrize("step", [name for name in TEXT_STEPS if name != "filter_urls"])
+def test_a_source_without_a_document_is_refused_at_once(folder, step, line):
+    case = prepare(step, folder, lines_of(step, 100))
+    Path("bad.jsonl").write_bytes(b"\n" + line + b"\n\n")
+    for inputs in (["bad.jsonl"], ["in.jsonl", "bad.jsonl"]):
+        message = (
+            "^no line of bad.jsonl holds a text under the key 'text': .* bad, 0 without text; the first: bad.jsonl:2: "
+        )
+        with pytest.raises(ValueError, match=message):
+            run_step(step, *case.argv("--input", *inputs))
+        assert without_outputs(case) and not list(folder.rglob("*.partial*"))
+
+
 @pytest.mark.parametrize("step", [name for name in STEPS if name not in ("train_tokenizer", "group_duplicates")])
 def test_progress_says_how_fast_and_how_long(folder, step, caplog, monkeypatch):
     import megazero.lines.progress as progress
