@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -174,6 +175,7 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
 
     Raises:
         BlockingIOError: another process holds the file, and `wait` is False.
+        RuntimeError: another process holds the file, and this one is a worker whose main script locks it unguarded.
     """
     while True:
         file = open(path, "wb")  # noqa: SIM115 (open for as long as the lock is held)
@@ -200,6 +202,8 @@ def _lock(file: BinaryIO, path: Path, wait: bool) -> None:
     except BlockingIOError:
         if not wait:
             raise
+        # Raises where this process is just starting and runs the main script again: perhaps the holder waits for it.
+        spawn.get_preparation_data("")
         logger.info("waiting for another process that holds %s", path)
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:

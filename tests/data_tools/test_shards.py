@@ -10,6 +10,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -40,6 +41,7 @@ from tests.vocabularies import make_texts
 
 zstandard = pytest.importorskip("zstandard")
 
+ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = RunOptions(block_bytes=2000, max_line_bytes=50_000, commit_interval_s=0.0)
 
 
@@ -131,6 +133,26 @@ def test_a_line_that_stays_keeps_its_bytes(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(odd)
     run([tmp_path / "a.jsonl"], tmp_path / "b.jsonl", workers=1)
     assert (tmp_path / "b.jsonl").read_bytes() == odd
+
+
+UNGUARDED = """
+import argparse
+from data_tools.options import add_input_output, add_run_options
+from data_tools.shards import run_documents
+parser = argparse.ArgumentParser()
+add_input_output(parser)
+add_run_options(parser)
+run_documents("own", abs, {}, parser.parse_args())
+"""
+
+
+def test_a_step_of_ones_own_without_a_guarded_main_is_told_so(tmp_path):
+    (tmp_path / "own.py").write_text(UNGUARDED)
+    write_documents(tmp_path / "a.jsonl", [{"text": "some words"}] * 500)
+    command = [sys.executable, "own.py", *"--input a.jsonl --output b.jsonl --workers 2 --block-kb 1".split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1 and run.stderr.endswith("under if __name__ == '__main__'.\n"), run.stderr
 
 
 BAD_LINES = {
