@@ -106,6 +106,16 @@ def check_documents(paths: Iterable[Path], key: str, max_line_bytes: int, flag: 
                 raise no_text([path], key, counts, flag)
 
 
+def lines_before(block: Block) -> int:
+    """How many lines of its file a block comes after; they are read again."""
+    count = 0
+    for earlier in document_blocks(block.path, _PIECE_BYTES):
+        if earlier.start >= block.start:
+            break
+        count += 1 if earlier.fault else earlier.read()[: block.start - earlier.start].count(b"\n")
+    return count
+
+
 def document_id(document: Document, key: str, id_keys: Sequence[str] = ID_KEYS) -> str:
     """What names a document: the first of the entries `id_keys` that it has, else a hash of its text."""
     if (name := name_of(document, id_keys)) is not None:

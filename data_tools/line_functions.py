@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from data_tools.documents import Document, compress, document_id, dump
+from data_tools.documents import Document, compress, document_id, dump, lines_before
 from megazero.lines.jsonl import LineError, read_object
 from megazero.lines.results import BlockResult, filled_lines
 from megazero.lines.resumable import Item
@@ -23,6 +23,19 @@ class Dropped(Exception):
     def __init__(self, reason: str, identity: str | None = None, detail: str | None = None) -> None:
         super().__init__(reason, identity, detail)
         self.reason, self.identity, self.detail = reason, identity, detail
+
+
+class Failed(Exception):
+    """Raised by a function of a line: it can go no further, and nor can its step.
+
+    Args:
+        why: for the message, which begins with the place.
+        identity: what names the document.
+    """
+
+    def __init__(self, why: str, identity: str) -> None:
+        super().__init__(why, identity)
+        self.why, self.identity = why, identity
 
 
 class Kept(NamedTuple):
@@ -78,6 +91,9 @@ def apply_to_block(function: LineFunction, item: Item) -> BlockResult:
     """The result of a function of a line for a block, given what an earlier pass drops of it.
 
     A function that has `identify`, as `DocumentLines` has, is asked what names the document on a line that is dropped unparsed.
+
+    Raises:
+        ValueError: the function has Failed; names file and line.
     """
     outputs, block, drops = item
     identify = getattr(function, "identify", lambda line: None)
@@ -94,6 +110,9 @@ def apply_to_block(function: LineFunction, item: Item) -> BlockResult:
             result.bad_line(number, str(error))
         except Dropped as drop:
             result.drop(number, drop.reason, drop.identity, drop.detail)
+        except Failed as failed:
+            place = f"{block.path}:{lines_before(block) + number + 1}"
+            raise ValueError(f"{place}: document {failed.identity}: {failed.why}") from failed
         else:
             counts.documents += 1
             counts.kept += 1

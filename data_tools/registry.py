@@ -20,6 +20,7 @@ STEPS = {
     "quality": "data_tools.quality",
     "dedup": "data_tools.dedup",
     "decontaminate": "data_tools.decontaminate",
+    "apply": "data_tools.apply",
     "merge": "data_tools.merge",
     "shuffle": "data_tools.shuffle",
     "split": "data_tools.split",

@@ -48,6 +48,10 @@ def _vocabulary(folder: Path) -> None:
     make_gpt2_vocabulary(folder / "v")
 
 
+def _own(folder: Path) -> None:
+    (folder / "own.py").write_text("def own(document):\n    return document\n")
+
+
 _IN = ["--input", "in.jsonl"]
 TEXT_STEPS = {
     "filter_urls": Case(["--input", "in.txt", "--output", "out.txt"], ["out.txt"], "out.txt", "in.txt"),
@@ -63,6 +67,9 @@ TEXT_STEPS = {
         ["out.jsonl"],
         "out.jsonl",
         prepare=_evaluation,
+    ),
+    "apply": Case(
+        [*_IN, "--output", "out.jsonl", "--function", "own.py:own"], ["out.jsonl"], "out.jsonl", prepare=_own
     ),
     "merge": Case([*_IN, "--output", "out.jsonl"], ["out.jsonl"], "out.jsonl"),
     "shuffle": Case([*_IN, "--output", "out.jsonl"], ["out.jsonl"], "out.jsonl"),

@@ -306,7 +306,9 @@ def test_what_standard_output_cannot_take_ends_no_step(tmp_path, output):
 
 
 OTHER_SETTINGS = {
-    **dict.fromkeys(("merge", "filter_urls", "clean", "quality", "remove_group_duplicates"), ("--max-line-mb", 3)),
+    **dict.fromkeys(
+        ("merge", "filter_urls", "clean", "quality", "apply", "remove_group_duplicates"), ("--max-line-mb", 3)
+    ),
     **dict.fromkeys(("shuffle", "split"), ("--seed", 7)),
     **dict.fromkeys(("dedup", "find_duplicates"), ("--similarity", 0.95)),
     "decontaminate": ("--ngram", 5),
