@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,16 +123,17 @@ def document_id(document: Document, key: str, id_keys: Sequence[str] = ID_KEYS) 
     return "sha256:" + hashlib.sha256(str(document.get(key)).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def dump(document: Document, allow_nan: bool = True) -> bytes:
+def dump(document: Document, allow_nan: bool = True, default: Callable[[Any], Any] | None = None) -> bytes:
     """The line of a document, with its end. Unpaired surrogates stay escaped, since no UTF-8 text can hold them.
 
     Args:
         allow_nan: write NaN and Infinity, which JSON has not but Python reads; if False, they are a ValueError.
+        default: what to write in place of a value that JSON has not; as for `json.dumps`.
     """
     try:
-        return json.dumps(document, ensure_ascii=False, allow_nan=allow_nan).encode() + b"\n"
+        return json.dumps(document, ensure_ascii=False, allow_nan=allow_nan, default=default).encode() + b"\n"
     except UnicodeEncodeError:
-        return json.dumps(document, allow_nan=allow_nan).encode() + b"\n"
+        return json.dumps(document, allow_nan=allow_nan, default=default).encode() + b"\n"
 
 
 def compress(data: bytes, path: Path) -> bytes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,10 @@ def _opened(path: Path) -> Iterator[tuple[Any, int]]:
 
 
 def parquet_lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Each row as a JSON line, and about how many bytes of the file are read up to it.
+    """Each row as a JSON line, dates, times and decimals as strings, and about how many bytes of the file are read up to it.
 
     Raises:
-        ValueError: pyarrow is missing, the file is damaged, or a column has values that JSON has not (times, bytes, NaN).
+        ValueError: pyarrow is missing, the file is damaged, or a column has values that JSON has not (bytes, NaN).
     """
     size, done = path.stat().st_size, 0
     with _opened(path) as (file, batch_rows):
@@ -46,11 +48,20 @@ def parquet_lines(path: Path) -> Iterator[tuple[bytes, int]]:
             try:
                 for row in batch.to_pylist():
                     done += 1
-                    yield dump(row, allow_nan=False), size * done // rows
+                    yield dump(row, allow_nan=False, default=_as_string), size * done // rows
             except (TypeError, ValueError) as error:
                 raise ValueError(
                     f"{path}: row {done}: {error}. Write such columns as strings, or leave them out."
                 ) from error
+
+
+def _as_string(value: date | time | Decimal) -> str:
+    """ISO 8601 (a datetime is a date), or all digits; a TypeError for what json asks for besides."""
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    raise TypeError(f"JSON has no {type(value).__name__}")
 
 
 def row_count(path: Path) -> int:

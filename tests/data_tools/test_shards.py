@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from decimal import Decimal
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -288,12 +290,31 @@ def test_rows_are_not_longer_than_lines_may_be(tmp_path):
         assert (others[0].start, others[-1].stop) == (block.start, blocks[-1].stop)
 
 
-def test_numbers_in_rows_that_json_has_not_are_told(tmp_path):
+@pytest.mark.parametrize(
+    "value, fault",
+    [(float("nan"), "Out of range float"), (b"\0", "JSON has no bytes"), (timedelta(1), "JSON has no timedelta")],
+)
+def test_values_in_rows_that_json_has_not_are_told(tmp_path, value, fault):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.table({"text": ["a", "b"], "score": [0.5, float("nan")]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match="a.parquet: row 2: .* Write such columns as strings"):
+    parquet.write_table(pyarrow.table({"text": ["a", "b"], "value": [None, value]}), tmp_path / "a.parquet")
+    with pytest.raises(
+        ValueError, match=f"a.parquet: row 2: {fault}.* Write such columns as strings, or leave them out"
+    ):
         run([tmp_path / "a.parquet"], tmp_path / "out", function=unchanged, workers=1)
+
+
+def test_times_and_decimals_in_rows_become_strings(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    noon = datetime(2024, 2, 29, 12, 0, 0, 250)
+    column = {"at": [noon], "in": [[noon.replace(tzinfo=timezone.utc)]], "on": [noon.date()], "from": [noon.time()]}
+    table = pyarrow.table({"text": ["a"], **column, "price": [Decimal("1.50")]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    run([tmp_path / "a.parquet"], tmp_path / "out.jsonl", function=unchanged, workers=1)
+    times = {"at": "2024-02-29T12:00:00.000250", "in": ["2024-02-29T12:00:00.000250+00:00"], "on": "2024-02-29"}
+    [document] = documents_of(tmp_path / "out.jsonl")
+    assert document == {"text": "a", **times, "from": "12:00:00.000250", "price": "1.50"}
 
 
 def test_the_memory_for_rows_does_not_grow_with_their_length(tmp_path):
