@@ -11,8 +11,8 @@ _ATTENTION = (
     "causal mask is needed: not with --reset-attention-mask"
 )
 _NO_PIPELINES = "there are no pipelines; --model-parallel-size and --zero-stage 3 split what is too large"
-_OWN_NORMS = "a script logs such numbers of its own by before_update (docs/training.md)"
-_OWN_RATES = "a script gives parameter groups rates of their own by make_optimizer (docs/training.md)"
+_OWN_NORMS = "a script logs such numbers of its own by before_update (docs/own_scripts.md)"
+_OWN_RATES = "a script gives parameter groups rates of their own by make_optimizer (docs/own_scripts.md)"
 _ONE_ENGINE = "there is one implementation"
 _UNSCALED = "softmax is in fp32 without it"
 _NOT_FINITE = "a loss or gradient that is not finite is noticed in a collective that each step makes anyway"

@@ -490,7 +490,7 @@ def test_a_model_in_use_rounds_to_tf32_where_it_is_asked_to(own_world, whole, mo
 
 def test_the_pages_lines_read_two_models_and_leave_random_streams_alone(own_world, whole, monkeypatch):
     monkeypatch.setattr(inference, "leave_out_cudnn_attention", lambda: None)
-    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)[1]
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
     names, before = {}, torch.get_rng_state()
     exec(compile(re.sub(r"checkpoints/run\d", str(whole), code), "docs/training.md", "exec"), names)
     tokens, losses = names["tokens"], names["losses"]
