@@ -58,15 +58,14 @@ def test_merge_keeps_all_in_order_and_reports_a_repeated_id(tmp_path, corpus):
 
 @pytest.mark.parametrize("step", ["merge", "shuffle"])
 def test_each_line_is_parsed_once(tmp_path, corpus, monkeypatch, step):
-    """And once more, to say what it is, where it is left out."""
+    """And once more, to say what it is, where it is left out; and up to a file's first document, to see that it has one."""
     (corpus / "z.jsonl").write_text('{"id": "bad"\n{"id": "1.7", "text": "again"}\n\n')
     parsed, loads = [], json.loads
     monkeypatch.setattr("megazero.lines.jsonl.json.loads", lambda text: parsed.append(text) or loads(text))
     statistics = run_step(step, "--input", corpus, "--output", tmp_path / "a.jsonl")
     again = [] if step == "shuffle" else ['{"id": "1.7", "text": "again"}', '{"id": "bad"']
-    lines = [
-        line.decode() for path in sorted(corpus.iterdir()) for line in open_bytes(path).read().splitlines() if line
-    ]
+    files = [open_bytes(path).read().decode().splitlines() for path in sorted(corpus.iterdir())]
+    lines = [line for file in files for line in (*file[: 1 + file[0].endswith('"bad"')], *file) if line]
     assert sorted(text for text in parsed if isinstance(text, str) and '"id"' in text) == sorted([*lines, *again])
     assert (statistics["kept"], statistics["bad_lines"], statistics["blank_lines"]) == (601 - (step == "merge"), 1, 1)
 
