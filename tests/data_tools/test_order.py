@@ -107,7 +107,7 @@ def test_shuffle_through_many_buckets_into_shards_equals_one_bucket(tmp_path, co
 @pytest.mark.parametrize("seed", ["1234", "5"])
 @pytest.mark.parametrize("where", ["_gather", "finish"])
 def test_a_shuffle_that_fails_while_sorting_goes_on_unless_it_was_another(tmp_path, corpus, monkeypatch, where, seed):
-    (corpus / "z.jsonl").write_text('{"id": "bad"\n')
+    (corpus / "z.jsonl").write_text('{"id": "bad"\n{"text": "good"}\n')
     flags = ("--input", corpus, "--output", tmp_path / "a.jsonl", *LITTLE)
     with monkeypatch.context() as patch:
         patch.setattr(f"data_tools.shuffle.{where}", full)

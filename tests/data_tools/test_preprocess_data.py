@@ -218,8 +218,11 @@ def test_shards_of_all_kinds_are_one_corpus(folder, capsys):
     assert files_of("1_text_document") == files_of("2_text_document") == files_of("all_text_document")
 
 
+LONG = b'{"text": "the ranks"}\n' * 40_000  # so that the look at a file's first documents does not see its end
+
+
 def test_a_file_that_is_cut_off_is_an_error_and_makes_nothing_that_looks_whole(folder):
-    (folder / "cut.jsonl.zst").write_bytes(zstandard.compress((folder / "in.jsonl").read_bytes())[:-20])
+    (folder / "cut.jsonl.zst").write_bytes(zstandard.compress(LONG)[:-20])
     with pytest.raises(SystemExit, match="error: cut.jsonl.zst: damaged or cut off"):
         main(["tokenize", "--input", "cut.jsonl.zst", "--output-prefix", "c", "--tokenizer-path", "v"])
     made = {path.name.removeprefix("c_text_document") for path in folder.glob("c_*")}
@@ -229,7 +232,7 @@ def test_a_file_that_is_cut_off_is_an_error_and_makes_nothing_that_looks_whole(f
 def test_what_a_run_writes_into_the_folder_of_its_input_is_no_input(folder, capsys, caplog):
     (folder / "in").mkdir()
     write_jsonl(folder / "in" / "a.jsonl", make_texts(5))
-    (folder / "in" / "b.jsonl.zst").write_bytes(zstandard.compress(b"{}")[:-1])
+    (folder / "in" / "b.jsonl.zst").write_bytes(zstandard.compress(LONG)[:-1])
     flags = ("--input", "in", "--output-prefix", "in/c", "--tokenizer-path", "v")
     before = list_inputs(["in"])
     with pytest.raises(SystemExit, match="cut off"):
