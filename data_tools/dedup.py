@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Removes copies, and returns the statistics."""
     options, inputs = run_options(args), list_inputs(args.input, output=args.output)
     search = CopySearch(args, inputs, options)
-    shards = plan_shards(inputs, args.output, args.format)
+    shards = plan_shards(inputs, args.output, args.format, named=args.input)
 
     @contextmanager
     def copies() -> Iterator[Copies]:

@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     domains = _read_list(args.domains, "--domains", _registered_domain) if args.domains else DOMAINS
     extensions = _read_list(args.extensions, "--extensions", _extension) if args.extensions else EXTENSIONS
     inputs = list_inputs(args.input, URL_FORMATS, output=args.output)
-    shards = plan_shards(inputs, args.output, args.format, URL_FORMATS)
+    shards = plan_shards(inputs, args.output, args.format, URL_FORMATS, named=args.input)
     settings = {
         "domains": sorted(domains),
         "extensions": sorted(extensions),

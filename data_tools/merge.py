@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Merges, and returns the statistics."""
     options = run_options(args)
     inputs = list_inputs(args.input, output=args.output)
-    shards = plan_shards(inputs, args.output, args.format)
+    shards = plan_shards(inputs, args.output, args.format, named=args.input)
     settings = {
         "key": args.json_key,
         "id_key": args.id_key,

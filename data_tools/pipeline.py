@@ -202,17 +202,24 @@ def run_pipeline(pipeline: Pipeline) -> dict[str, Any]:
         logger.info("step %d of %d: %s %s", number, len(commands), name, " ".join(argv))
         args = step_parser(name).parse_args(argv)
         statistics = args.run(args)
-        _check_folder(name, args, statistics)
+        _check_folder(name, args, statistics, [path for _, other in commands for path in other.get("output", ())])
         seconds = statistics["seconds"]
         manifest["steps"].append({"step": name, "flags": argv, "seconds": seconds, "statistics": statistics})
         write_json(pipeline.folder / "manifest.json", manifest)
     return manifest
 
 
-def _check_folder(step: str, args: argparse.Namespace, statistics: dict[str, Any]) -> None:
-    """Raises a ValueError where the next step would take up files that this one has made of other input, in an earlier run."""
-    folder = getattr(args, "output", None)
-    markers = Path(folder).glob(f"*{MARKER}") if folder else ()
+def _check_folder(step: str, args: argparse.Namespace, statistics: dict[str, Any], made_by_all: list[str]) -> None:
+    """Raises a ValueError where the next step would take up files that this one has made of other input, in an earlier run.
+
+    Args:
+        made_by_all: the outputs of all steps; what lies in a folder of another step is not this one's.
+    """
+    if not (output := getattr(args, "output", None)):
+        return
+    folder = Path(output)
+    others = [Path(path) for path in made_by_all if folder in Path(path).parents]
+    markers = (path for path in folder.rglob(f"*{MARKER}") if not any(map(path.parent.is_relative_to, others)))
     outputs = (marked_outputs(path.with_name(path.name.removesuffix(MARKER))) for path in markers)
     made = sum(any(output_format(path) and path.exists() for path in paths) for paths in outputs)
     if made > statistics.get("shards", made):

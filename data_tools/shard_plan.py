@@ -47,31 +47,37 @@ def plan_shards(
     format: str | None = None,
     formats: Sequence[str] = OUTPUT_FORMATS,
     tables: Sequence[Path] = (),
+    named: Sequence[str | Path] = (),
 ) -> list[Shard]:
     """One shard for an --output that names a file, else one per input, under its own name, in the folder --output.
+
+    What lies in subfolders of an input comes into such subfolders: many corpora have the same names in each of them.
 
     Args:
         format: of the files in a folder; None keeps the input's where it is one of `formats`, and is their first elsewhere.
         tables: as for `check_outputs`.
+        named: the values of --input, of which a folder stands for the inputs below it.
 
     Raises:
         ValueError: two inputs would have the same output, an output is an input, or --output a file of another kind; or an
             earlier run has made the same documents a file of another format, beside which they would be there twice.
     """
     output = Path(output)
-    named_alike: list[Path] = []
+    named_alike: set[Path] = set()
     if names_file(output, formats):
         shards = [Shard(tuple(inputs), (output,), output)]
     else:
-        shards = []
+        shards, roots = [], set(map(Path, named))
         for path in inputs:
-            stem = uncompressed_name(path).stem
-            target = output / f"{stem}.{ending(path, format, formats)}"
+            root = next((place for place in (path, *path.parents) if place in roots), path)
+            stem, folder = uncompressed_name(path).stem, output / path.relative_to(root).parent
+            target = folder / f"{stem}.{ending(path, format, formats)}"
             shards.append(Shard((path,), (target,), target))
-            named_alike += [output / f"{stem}.{kind}" for kind in formats]
+            # Directly in --output where an earlier run named the file itself, or its folder.
+            named_alike |= {place / f"{stem}.{kind}" for place in (output, folder) for kind in formats}
     check_outputs(shards, tables)
-    made = {shard.record for shard in shards}
-    _refuse_stale([path for record in named_alike if record not in made for path in marked_outputs(record)])
+    others = sorted(named_alike - {shard.record for shard in shards})
+    _refuse_stale([path for record in others for path in marked_outputs(record)])
     return shards
 
 
@@ -105,8 +111,8 @@ def check_outputs(shards: Sequence[Shard], tables: Sequence[Path] = ()) -> None:
                 raise ValueError(f"--output {path} is an input too. Choose another --output.")
             if path in made:
                 raise ValueError(
-                    f"--input {made[path].inputs[0]} and {shard.inputs[0]} would both become {path}. Rename one of them, or "
-                    "let --output name a single file."
+                    f"--input {made[path].inputs[0]} and {shard.inputs[0]} would both become {path}. Rename one of them, "
+                    "name a folder above both, or let --output name a single file."
                 )
             made[path] = shard
         _refuse_stale([path for path in marked_outputs(shard.record) if path not in shard.outputs])

@@ -56,7 +56,8 @@ def run_documents(
     Args:
         tables: other files that the function was made of, which are no more to be overwritten than inputs are.
     """
-    shards = plan_shards(list_inputs(args.input, output=args.output), args.output, args.format, tables=tables)
+    inputs = list_inputs(args.input, output=args.output)
+    shards = plan_shards(inputs, args.output, args.format, tables=tables, named=args.input)
     lines = DocumentLines(function, args.json_key)
     return run_lines(step, shards, lines, {"key": args.json_key, **settings}, options or run_options(args))
 

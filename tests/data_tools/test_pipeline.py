@@ -286,18 +286,18 @@ def test_a_wrong_pipeline_is_refused_before_anything_runs(tmp_path, monkeypatch,
     assert sorted(os.listdir()) == ["a.jsonl", "p.yaml"]
 
 
-def test_a_file_that_no_input_belongs_to_any_more_is_not_taken_up(tmp_path, monkeypatch):
+@pytest.mark.parametrize("pattern, folder", [("in/*", ""), ("in", "sub")])
+def test_a_file_that_no_input_belongs_to_any_more_is_not_taken_up(tmp_path, monkeypatch, pattern, folder):
     monkeypatch.chdir(tmp_path)
     for name in "ab":
-        write_documents(tmp_path / "in" / f"{name}.jsonl", [{"text": name}])
-    pipeline = write_pipeline(
-        tmp_path, "folder: out\nsteps: [{step: merge, input: in/*, output: m}, {step: shuffle, output: s.jsonl}]"
-    )
+        write_documents(tmp_path / "in" / folder / f"{name}.jsonl", [{"text": name}])
+    steps = f"[{{step: merge, input: {pattern}, output: m}}, {{step: shuffle, output: ., shards: 1}}]"
+    pipeline = write_pipeline(tmp_path, f"folder: out\nsteps: {steps}")
     run_step("run", pipeline)
-    (tmp_path / "in" / "b.jsonl").unlink()
+    (tmp_path / "in" / folder / "b.jsonl").unlink()
     with pytest.raises(ValueError, match="out/m holds 2 finished files, of which step merge makes 1"):
         run_step("run", pipeline)
-    (tmp_path / "out" / "m" / "b.jsonl").unlink()
+    (tmp_path / "out" / "m" / folder / "b.jsonl").unlink()
     assert run_step("run", pipeline)["steps"][1]["kept"] == 1
 
 

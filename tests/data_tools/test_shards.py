@@ -79,7 +79,7 @@ def make_files(folder, count=3, documents=60):
 
 def run(inputs, output, function=shout, options=OPTIONS, format=None, **changes):
     options = RunOptions(**{**vars(options), **changes})
-    shards = plan_shards(list_inputs(inputs), output, format)
+    shards = plan_shards(list_inputs(inputs), output, format, named=inputs)
     return run_lines("shout", shards, DocumentLines(function, "text"), {"shout": 1}, options)
 
 
@@ -488,6 +488,37 @@ def test_a_folder_does_not_get_the_same_documents_in_two_formats(tmp_path):
     (tmp_path / "out" / "part0.jsonl").unlink()
     (tmp_path / "out" / "part1.jsonl").unlink()
     assert run(inputs, tmp_path / "out", workers=1, format="parquet")["shards_skipped"] == 0
+
+
+@pytest.mark.parametrize(
+    "step, ending, flags",
+    [
+        ("clean", "jsonl", ["--min-tokens", 0, "--language", "any", "--no-fix"]),
+        ("dedup", "jsonl", []),
+        ("merge", "jsonl", []),
+        ("filter_urls", "txt", []),
+    ],
+)
+def test_what_lies_in_subfolders_comes_into_such_subfolders(tmp_path, monkeypatch, step, ending, flags):
+    names = ["2024/a/0", "2024/b/0", "2025/0", "0"]
+    for name in names:
+        write_documents(tmp_path / "in" / f"{name}.{ending}", [{"text": f"of {name}"}])
+    monkeypatch.chdir(tmp_path / "in" / "2025")
+
+    def made(output, *inputs):
+        statistics = run_step(step, "--input", *inputs, "--output", output, *flags)
+        found = (path.relative_to(output).with_suffix("") for path in output.rglob(f"0.{ending}"))
+        return sorted(map(str, found)), statistics["shards_skipped"]
+
+    assert made(tmp_path / "out", tmp_path / "in") == (sorted(names), 0)
+    assert made(tmp_path / "out", "..") == (sorted(names), 4)
+    assert made(tmp_path / "next", tmp_path / "out") == (sorted(names), 0)
+    assert made(tmp_path / "parts", ".", "../2024") == (["0", "a/0", "b/0"], 0)
+    assert made(tmp_path / "file", f"../2024/a/0.{ending}") == (["0"], 0)
+    with pytest.raises(ValueError, match=f"file holds 0.{ending} of an earlier run"):
+        made(tmp_path / "file", "../2024")
+    with pytest.raises(ValueError, match="would both become .* name a folder above both"):
+        made(tmp_path / "both", "../2024/a", "../2024/b")
 
 
 def test_inputs_that_differ_in_their_format_alone_have_an_output_each(tmp_path):
