@@ -113,6 +113,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise FileNotFoundError(f"--function {args.function}: there is no file {path}")
     source = path.read_bytes()
     lines = OwnLines(path, source, name, args.json_key)
-    shards = plan_shards(list_inputs(args.input, output=args.output), args.output, args.format, tables=[path])
+    inputs = list_inputs(args.input, output=args.output)
+    shards = plan_shards(inputs, args.output, args.format, tables=[path], named=args.input)
     settings = {"key": args.json_key, "function": name, "sha256": hashlib.sha256(source).hexdigest()}
     return run_lines("apply", shards, lines, settings, options)

@@ -497,12 +497,14 @@ def test_a_folder_does_not_get_the_same_documents_in_two_formats(tmp_path):
         ("dedup", "jsonl", []),
         ("merge", "jsonl", []),
         ("filter_urls", "txt", []),
+        ("apply", "jsonl", ["--function", "../../mine.py:same"]),
     ],
 )
 def test_what_lies_in_subfolders_comes_into_such_subfolders(tmp_path, monkeypatch, step, ending, flags):
     names = ["2024/a/0", "2024/b/0", "2025/0", "0"]
     for name in names:
         write_documents(tmp_path / "in" / f"{name}.{ending}", [{"text": f"of {name}"}])
+    (tmp_path / "mine.py").write_text("def same(document):\n    return document\n")
     monkeypatch.chdir(tmp_path / "in" / "2025")
 
     def made(output, *inputs):
