@@ -166,12 +166,6 @@ class TrainingConfig:
         """Whether --iterations-to-skip leaves out this iteration, counted as in the log."""
         return any(iteration in part for part in self.skipped_iterations)
 
-    def next_trained(self, iteration: int) -> int:
-        """The first iteration from this one on that is not left out."""
-        while self.skips(iteration):
-            iteration += 1
-        return iteration
-
 
 @dataclass(frozen=True)
 class Config:

@@ -171,8 +171,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
     job.engine.train()
     interval: list[tuple[float, float]] = []
     logged_at, start = job.consumed_samples, time.perf_counter()
-    first = flags.next_trained(job.iteration + 1)
-    watch = MemoryWatch(job.engine, job.device.type)
+    watch: MemoryWatch | None = MemoryWatch(job.engine, job.device.type)
     profiler, late = step_profiler(job), LateRanks()
     stop: str | None = None
     while job.iteration < flags.train_iters and not stop:
@@ -185,9 +184,10 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
         else:
             interval.append((loss, job.engine.get_global_grad_norm()))
             bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            if watch is not None:
+                logger.info("%s", describe_memory(job, "memory after the first step", watch.stop()))
+                watch = None
         bar.update()
-        if job.iteration == first:
-            logger.info("%s", describe_memory(job, "memory after the first step", watch.stop()))
         if interval and job.iteration % flags.log_interval == 0:
             log_step(job, metrics, late, interval, job.consumed_samples - logged_at, time.perf_counter() - start)
             interval, logged_at, start = [], job.consumed_samples, time.perf_counter()

@@ -202,6 +202,8 @@ def test_iterations_to_skip_read_their_batches_count_and_leave_the_weights(corpu
     assert (last["skipped"], last["consumed_samples"]) == (4, 28)
     assert last["tokens_per_s"] * last["step_s"] == pytest.approx(4 * 32), "of a step that is trained"
     assert (tmp_path / "left" / "global_step8").is_dir()
+    done = run_job(flags(corpus, tmp_path / "left", 9, *still, "--iterations-to-skip", "9-1000000000000"), 1)
+    assert (tmp_path / "left" / "global_step9").is_dir() and "memory after the first step" not in done.stdout
 
 
 def test_a_run_stopped_among_iterations_to_skip_equals_the_whole_run_bit_for_bit_with_dropout(corpus, tmp_path):
