@@ -325,9 +325,10 @@ class Engine:
     def skip_step(self) -> None:
         """Counts an optimizer step that is left out: the weights and moments stay, and the schedule moves on. On every rank.
 
-        Gradients accumulated since the last update are discarded.
+        Gradients accumulated since the last update are discarded. A delayed update of the step before arrives.
         """
         self._refuse_without_optimizer("engine.skip_step()")
+        self._optimizer.finish()
         self.zero_grad()
         self._since_update, self._is_applied = 0, False
         self._count_step(is_skipped=True)
@@ -470,7 +471,7 @@ class Engine:
 
     @property
     def skipped_steps(self) -> int:
-        """Optimizer steps skipped because gradients were not finite."""
+        """Optimizer steps skipped because gradients were not finite, and those that `skip_step` left out."""
         return self._training_state.skipped_steps
 
     @property

@@ -38,7 +38,7 @@ class StepReport:
     loss_scale: float
     grad_norm: float  # of the last iteration
     grad_norm_max: float  # of one iteration that was not skipped
-    skipped: int  # iterations skipped for overflow, in total
+    skipped: int  # iterations skipped for overflow or left out, in total
     tokens_per_s: float
     tflops: float  # model TFLOP/s of one rank
     mfu: float | None  # share of one rank's peak, if that is known

@@ -178,8 +178,10 @@ def test_what_is_frozen_while_updates_are_delayed_keeps_its_value(one_rank, monk
     assert torch.equal(frozen, before[0]) and not torch.equal(trained, before[1])
 
 
-@pytest.mark.parametrize("change", [Engine.eval, lambda engine: engine.module.embedding.requires_grad_(False)])
-def test_evaluation_and_other_trained_parameters_come_after_the_update(one_rank, change):
+@pytest.mark.parametrize(
+    "change", [Engine.eval, Engine.skip_step, lambda engine: engine.module.embedding.requires_grad_(False)]
+)
+def test_evaluation_a_step_left_out_and_other_trained_parameters_come_after_the_update(one_rank, change):
     engine = make_engine(Wide(), 2, zero={"offload_optimizer": "cpu", "delayed_param_update": 1})
     ids = token_batches(2, 1, 1)[:, 0, 0]
     for each in ids:
