@@ -147,8 +147,10 @@ def _say_what_changed(job: Job, client: dict[str, Any]) -> None:
     others = [flag_of(name) for name in SAMPLES if name in changed]
     order = ". Where that means other data or another order, some samples come again and others never"
     _warn_of_flags(others, f"{order}, and validation data that --split cuts off change as well")
-    if job.corpora and flag_of("split") in others:  # so these are other documents, if of the same corpora
+    if job.corpora and "split" in changed:  # so these are other documents, if of the same corpora
         job.corpora = _fingerprints(job.corpora)
+    if "split" in changed or "seq_length" in changed:  # so an epoch has another number of samples, as has been said
+        job.shuffled_epochs = None
     others = [flag_of(name) for name in LOSS if name in changed]
     _warn_of_flags(others, "; losses from here on do not compare with those before")
     rest = [text for name, text in changed.items() if name not in (*SAMPLES, *LOSS)]

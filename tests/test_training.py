@@ -1284,6 +1284,8 @@ def test_a_longer_run_is_warned_of_only_where_that_changes_the_order_of_the_data
         assert done.returncode == 0, done.stdout
         warned.append(f"now {2 * iters} samples long, which takes another number of epochs" in done.stdout)
     assert warned == [False, False, True, False, True]
+    done = run_job(flags(corpus, tmp_path, 40, "--exit-interval", "7", "--split", "1,8,1"), 1)
+    assert "--split: not as in the run" in done.stdout and "another number of epochs" not in done.stdout, done.stdout
 
 
 def test_what_an_older_checkpoint_does_not_say_had_its_default(corpus):
