@@ -111,6 +111,9 @@ def test_the_samples_of_iterations_are_what_the_ranks_were_fed(corpus, tmp_path,
         expected = [line for i in iterations for of in fed for line in of if int(line.split(None, 1)[0]) == i]
         shown = re.split(r"^--- iteration (\d+), sample .*\n", capsys.readouterr().out, flags=re.MULTILINE)[1:]
         assert expected == [f"{i} {text[:-1]!r}" for i, text in zip(shown[::2], shown[1::2], strict=True)]
+    for data in (blend[2:5:2], ["0.4", blend[2], "0.6", path]):  # the same corpora, without or with other weights
+        assert checkpoint_command([*command, "--train-data", *data]) == 2
+        assert "are not those of the run of" in capsys.readouterr().err
 
 
 def test_a_sample_is_shown_with_its_documents_also_of_data_that_has_moved(corpus, whole, tmp_path, capsys, monkeypatch):

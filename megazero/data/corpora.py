@@ -112,6 +112,11 @@ def refuse_unfinished(folder: Path, start: str = "", own: Path | None = None) ->
             )
 
 
+def weights_of(entries: Sequence[str]) -> list[float]:
+    """The weights among a flag's values; none where no weights are given."""
+    return [weight for entry in entries if (weight := _number(entry)) is not None]
+
+
 def _weighted(entries: Sequence[str], flag: str) -> list[tuple[float | None, str]]:
     weights = [_number(entry) for entry in entries]
     if not any(weight is not None for weight in weights):

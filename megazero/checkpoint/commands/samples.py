@@ -9,6 +9,7 @@ from typing import Any
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.data.build import DataConfig, build_datasets, build_tokenizer_from
+from megazero.data.corpora import weights_of
 from megazero.data.sampler import ramped_batch_size, samples_after
 from megazero.data.tokenizer import refuse_other_vocabulary
 from megazero.logging import printable, some
@@ -40,6 +41,7 @@ def show_samples(
     samples = {iteration: samples_of(client, iteration, reader) for iteration in iterations}
     with reader.well_formed("the run's settings"):
         data, seed = DataConfig(**client["config"]["data"]), client["config"]["training"]["seed"]
+    weights = weights_of(data.train_data or ())
     if train_data:  # of separate validation and test data, it matters only that they take no share of these
         moved = list(train_data)
         valid, test = (moved if own else None for own in (data.valid_data, data.test_data))
@@ -59,10 +61,10 @@ def show_samples(
         ) from error
     if train is None:
         raise ValueError(f"The run of {reader.path} had no --train-data.")
-    if train.corpora != client["corpora"]:
+    if train.corpora != client["corpora"] or weights_of(data.train_data or ()) != weights:
         raise ValueError(
-            f"The documents of {' '.join(data.train_data or ())} are not those of the run of {reader.path}. Give the "
-            "--train-data that it read."
+            f"The documents or weights of {' '.join(data.train_data or ())} are not those of the run of {reader.path}. Give "
+            "the --train-data that it read."
         )
     for iteration, batch in samples.items():
         for i in batch:
