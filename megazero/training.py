@@ -184,10 +184,10 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
         else:
             interval.append((loss, job.engine.get_global_grad_norm()))
             bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
-            if watch is not None:
-                logger.info("%s", describe_memory(job, "memory after the first step", watch.stop()))
-                watch = None
         bar.update()
+        if watch is not None and loss is not None:
+            logger.info("%s", describe_memory(job, "memory after the first step", watch.stop()))
+            watch = None
         if interval and job.iteration % flags.log_interval == 0:
             log_step(job, metrics, late, interval, job.consumed_samples - logged_at, time.perf_counter() - start)
             interval, logged_at, start = [], job.consumed_samples, time.perf_counter()
