@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megazero.backends import leave_out_cudnn_attention, round_fp32_products, sa
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import cut_of
+from megazero.config import ParallelConfig
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.data.tokenizer import Tokenizer, build_tokenizer, refuse_other_vocabulary
 from megazero.model.config import GPT2Config
@@ -21,7 +23,7 @@ from megazero.model.gpt2 import GPT2Model
 from megazero.model.init import NoDraws
 from megazero.mpu.groups import ParallelGroups, check_model_parallel_size
 from megazero.optim.loss_scaler import DtypeConfig
-from megazero.option import flag_of, option
+from megazero.option import check_options, flag_of, option
 from megazero.zero.init import suspended
 
 logger = logging.getLogger(__name__)
@@ -30,21 +32,11 @@ _OF_MODEL = ("num_layers", "hidden_size", "num_attention_heads", "max_position_e
 
 
 @dataclass(frozen=True)
-class InferenceConfig(DtypeConfig):
+class InferenceConfig(DtypeConfig, ParallelConfig):
     """Which checkpoint to use, and how to run its model."""
 
     load: str | None = option(None, "directory of checkpoints, as given to the training job's --save")
     tag: str | None = option(None, "which checkpoint in the directory, such as global_step200 (default: the latest)")
-    model_parallel_size: int = option(1, "ranks that split each layer; may differ from the training job's")
-    distributed_backend: str | None = option(
-        None, "communication backend (default: nccl with CUDA, else gloo)", choices=("nccl", "gloo")
-    )
-    local_rank: int | None = option(
-        None,
-        "set by the command megazero; the environment variable LOCAL_RANK is what counts",
-        flag="--local_rank",
-        aliases=("--local-rank",),
-    )
     num_layers: int | None = option(None, "the model's, which the checkpoint says; refused if it is another one")
     hidden_size: int | None = option(None, "the same")
     num_attention_heads: int | None = option(None, "the same")
@@ -61,6 +53,7 @@ class InferenceConfig(DtypeConfig):
                 "--load is missing: name the directory of checkpoints, as given to --save of the training job."
             )
         super().__post_init__()
+        check_options(self)
 
     def check_world(self, world_size: int) -> None:
         """Checks that --model-parallel-size divides the number of ranks."""
@@ -139,9 +132,9 @@ def load_model(config: InferenceConfig, trained: Trained) -> tuple[GPT2Model, Pa
     """
     round_fp32_products(config.tf32)
     leave_out_cudnn_attention()
-    comm.init_distributed(config.distributed_backend)
+    comm.init_distributed(config.distributed_backend, timeout=timedelta(seconds=config.distributed_timeout_s))
     say_what_is_idle(config.dtype, config.tf32, comm.local_device())
-    groups = mpu.initialize_model_parallel(config.model_parallel_size)
+    groups = mpu.initialize_model_parallel(config.model_parallel_size, timeout_s=config.distributed_timeout_s)
     return read_model(trained, groups, config.dtype), groups
 
 

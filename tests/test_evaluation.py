@@ -331,16 +331,18 @@ def test_wrong_samples_are_refused_before_a_model_is_loaded(tmp_path):
         SampleConfig(temperature=-1)
     with pytest.raises(ValueError, match="--seed must be at most"):
         SampleConfig(seed=2**64)
+    with pytest.raises(ValueError, match="--distributed-timeout-s must be above 0"):
+        InferenceConfig(load="DIR", distributed_timeout_s=0)
 
 
 def test_the_flags_of_launchers_and_megatrons_script_are_taken_and_those_of_another_model_refused(tmp_path):
     flags = (
-        "--local_rank=1 --model-parallel-size 1 --num-layers 2 --hidden-size 32 --load DIR --num-attention-heads 4 "
-        "--max-position-embeddings 64 --tokenizer-type GPT2BPETokenizer --fp16 --cache-dir cache --out-seq-length 20 "
-        "--temperature 0.9 --top_k 0 --top_p 0"
+        "--local_rank=1 --tensor-model-parallel-size 1 --distributed-timeout-s 60 --num-layers 2 --hidden-size 32 --load DIR "
+        "--num-attention-heads 4 --max-position-embeddings 64 --tokenizer-type GPT2BPETokenizer --fp16 --cache-dir cache "
+        "--out-seq-length 20 --temperature 0.9 --top_k 0 --top_p 0"
     )
     config, sampling = load_components((InferenceConfig, SampleConfig), "", flags.split())
-    assert (config.fp16, sampling.out_seq_length) == (True, 20)
+    assert (config.fp16, config.distributed_timeout_s, sampling.out_seq_length) == (True, 60, 20)
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 10}
     refuse_other_model(config, GPT2Config(**sizes, max_position_embeddings=64), tmp_path)
     with pytest.raises(ValueError, match=r"is not one of --max-position-embeddings 64 \(it has 128\)\. Drop"):
