@@ -21,7 +21,7 @@ from megazero.children import children
 from megazero.comm import OtherRankError, get_local_rank, leave_distributed, told_world
 from megazero.logging import ALIKE, get_logger, prepare_output, setup_logging
 from megazero.runner import CPU_RANKS
-from megazero.runner.environment import hides_gpus
+from megazero.runner.environment import hides_gpus, refuse_other_nodes
 from megazero.stop_signal import StopSignal
 
 logger = get_logger(__name__)
@@ -178,6 +178,8 @@ def _checked_ranks(check: Callable[[int], object]) -> int:
     if wanted and not (wanted.isdecimal() and int(wanted)):
         raise ValueError(f"NPROC={wanted} must be the number of ranks on this node, or unset.")
     ranks = int(wanted) if wanted else torch.cuda.device_count() or CPU_RANKS
+    if not os.environ.get("NNODES"):
+        refuse_other_nodes("NNODES=$WORLD_SIZE NODE_RANK=$RANK", "NNODES=1")
     nodes = int(os.environ.get("NNODES") or 1)
     # With several nodes, none may exit before they have met: the others would wait for it.
     if nodes == 1 or os.environ.get("CHECK_ONLY"):

@@ -103,7 +103,7 @@ launch() {
     where=(--nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}")
     [ "${NODE_RANK:-0}" -ne 0 ] || check_port "${MASTER_PORT:-29500}"
   else
-    where=(--standalone)
+    where=(--standalone --nnodes 1)  # whatever PET_NNODES says
   fi
   # The agent, which the command `megazero` also runs on each node, keeps the terminal's Ctrl-C and the batch system's signals from
   # torchrun and passes them to the ranks (megazero/runner/processes.py).

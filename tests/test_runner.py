@@ -383,6 +383,16 @@ def test_a_wrong_command_line_is_one_line_and_exit_status_2(argv, said, capsys):
     assert output.startswith("error: ") and output.count("\n") == 1 and said in output, output
 
 
+@pytest.mark.parametrize(
+    "variable, said", [("WORLD_SIZE", "Set --no_ssh --num_nodes $WORLD_SIZE"), ("PET_NNODES", "megazero.launch")]
+)
+def test_a_pod_of_several_does_not_train_by_itself(monkeypatch, capsys, variable, said):
+    monkeypatch.setenv(variable, "2")
+    assert main([__file__]) == 2
+    output = capsys.readouterr().err
+    assert output.startswith(f"error: {variable}=2 in the environment: ") and said in output, output
+
+
 # ---------------------------------------------------------------- real jobs
 
 
@@ -457,6 +467,12 @@ def test_two_ranks_on_a_machine_without_gpus(folder, monkeypatch):
     threads = str(max(1, available_cores() // 2))  # a container may have a quota
     assert all(r["cores"] == cores and r["OMP_NUM_THREADS"] == threads and r["MASTER_PORT"] for r in ranks)
     assert "2 ranks on localhost (2)" in messages and "OMP_NUM_THREADS" not in messages
+
+
+def test_a_node_that_is_to_work_alone_waits_for_no_other(folder, monkeypatch):
+    monkeypatch.setenv("PET_NNODES", "2")
+    output, _ = finish(start(folder, SHOW, "--num_nodes=1", "--num_gpus=1"))
+    assert [r["WORLD_SIZE"] for r in shown(output)] == ["1"]
 
 
 def test_a_system_that_cannot_bind_a_process_says_so(monkeypatch):

@@ -427,6 +427,23 @@ def test_wrong_numbers_of_nodes_are_one_line(corpus, tmp_path, variables, said):
     assert output == f"error: {said}\n"
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "1"}, "Set NNODES=$WORLD_SIZE NODE_RANK=$RANK; or NNODES=1, if"),
+        ({"WORLD_SIZE": "16", "PET_NNODES": "2"}, "PET_NNODES=2 in the environment"),
+        ({"PET_NNODES": "1:2"}, "Start the script by `python -m megazero.launch`"),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, None),
+        ({"WORLD_SIZE": "8", "PET_NNODES": "1"}, None),
+        ({"WORLD_SIZE": "2", "NNODES": "1"}, None),
+    ],
+)
+def test_a_pod_of_several_does_not_train_by_itself(corpus, tmp_path, variables, said):
+    expected = {"EXPECT": "0" if said is None else "1"}
+    output = run("scripts/pretrain_gpt2.sh", **corpus, **variables, SAVE=str(tmp_path), CHECK_ONLY="1", **expected)
+    assert said is None or (output.startswith("error: ") and said in output and output.count("\n") == 1), output
+
+
 def test_flags_are_checked_before_any_rank_starts(corpus, tmp_path):
     output = run("scripts/pretrain_gpt2_zero2.sh", "--no-such-flag", **corpus, SAVE=str(tmp_path), EXPECT="1")
     assert output == "error: Unknown flag --no-such-flag. --help lists all flags.\n"

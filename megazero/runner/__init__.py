@@ -79,6 +79,9 @@ def _hosts(options: argparse.Namespace) -> tuple[dict[str, int], bool]:
             raise ValueError(f"--hostfile {path} cannot be read ({error.strerror}).") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+    if options.num_nodes < 1:
+        of_pods = "--no_ssh --num_nodes $WORLD_SIZE --node_rank $RANK --master_addr $MASTER_ADDR"
+        environment.refuse_other_nodes(of_pods, "--num_nodes 1")
     gpus = _count_gpus()
     slots = _slots(gpus, options)
     if not gpus:
@@ -104,7 +107,7 @@ def _slots(gpus: int, options: argparse.Namespace) -> int:
 def _run_here(options: argparse.Namespace, program: Program, nodes: Nodes, has_gpus: bool) -> int:
     """Runs the job on a single node, this one."""
     [(host, slots)] = nodes.items()
-    where = ["--standalone"]  # the ranks meet at a free port
+    where = ["--standalone", "--nnodes", "1"]  # the ranks meet at a free port
     if options.master_port or options.master_addr:
         where = static(1, 0, options.master_addr or "127.0.0.1", options.master_port or DEFAULT_PORT)
     return _run_torchrun(program, host, slots, where, has_gpus)

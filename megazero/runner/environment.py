@@ -72,6 +72,26 @@ def visible_devices(slots: Sequence[int], inherited: str | None) -> str:
     return ",".join(devices[slot] for slot in slots)
 
 
+def refuse_other_nodes(nodes: str, alone: str) -> None:
+    """Raises if the environment tells of other nodes to a launcher whose user did not: each node would train by itself.
+
+    On Kubernetes, Kubeflow sets torchrun's PET_NNODES in each pod; its older PyTorchJob only WORLD_SIZE, the number of pods.
+
+    Args:
+        nodes: what to set instead in pods that have WORLD_SIZE and RANK.
+        alone: what to set for a job on this node alone.
+    """
+    name, way = "WORLD_SIZE", f"Set {nodes}"
+    if os.environ.get("PET_NNODES"):  # WORLD_SIZE then counts ranks
+        name, way = "PET_NNODES", "Start the script by `python -m megazero.launch`, which reads torchrun's variables"
+    value = os.environ.get(name) or "1"
+    if value.rpartition(":")[2] != "1":  # or a range, 2:4
+        raise ValueError(
+            f"{name}={value} in the environment: other nodes take part, and each would train by itself. {way}; or {alone}, if "
+            "this node is to work alone."
+        )
+
+
 def hides_gpus(visible: str | None) -> bool:
     """Whether a value of CUDA_VISIBLE_DEVICES hides all GPUs on purpose: as for CUDA, by a first entry that names no device."""
     return visible is not None and not re.match(r"\s*(\d|GPU-|MIG-)", visible)
