@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -90,7 +91,8 @@ class MetricsWriter:
         self.start_iteration, self._keeps_lines = start_iteration, keeps_lines
         self.path = Path(directory) / "metrics.jsonl" if directory else None
         self._lines: dict[tuple[int, str], dict[str, Any]] = {}
-        self._logs: dict[str, Callable[[int, dict[str, float], str], None]] = {}  # by place: what records there
+        # By place: what records a line there, of which the second argument are the scalars.
+        self._logs: dict[str, Callable[[dict[str, Any], dict[str, float]], None]] = {}
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             remove_asides(self.path)
@@ -115,7 +117,7 @@ class MetricsWriter:
             self._logs[tensorboard_dir] = self._add_scalars
         self.wandb = wandb
         if wandb is not None:
-            self._logs[wandb.place] = wandb.write
+            self._logs[wandb.place] = self._send
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -128,30 +130,35 @@ class MetricsWriter:
         A log that cannot be written, because the disk is full for example, ends there with a warning. The run, which is worth
         more, continues.
         """
+        line = {"iteration": iteration, "section": section, "timestamp": round(time.time(), 3), **scalars}
         for name, record in [*self._logs.items()]:
             try:
-                record(iteration, scalars, section)
+                record(line, scalars)
             except OSError as error:
                 del self._logs[name]
                 logger.warning("the log in %s ends at iteration %d, training goes on: %s", name, iteration, error)
         if self._keeps_lines:
-            self._lines[iteration, section] = {"iteration": iteration, "section": section, **scalars}
+            self._lines[iteration, section] = line
 
-    def _append(self, iteration: int, scalars: dict[str, float], section: str) -> None:
+    def _append(self, line: dict[str, Any], _: dict[str, float]) -> None:
         assert self.path is not None
-        key, line = (iteration, section), {"iteration": iteration, "section": section, **scalars}
+        key = (line["iteration"], line["section"])
         if key in self._lines:  # a finished run that is started again repeats its last evaluations
             write_whole(self.path, "".join(map(_as_json, {**self._lines, key: line}.values())).encode())
             return
         with open(self.path, "a") as file:
             file.write(_as_json(line))
 
-    def _add_scalars(self, iteration: int, scalars: dict[str, float], section: str) -> None:
+    def _add_scalars(self, line: dict[str, Any], scalars: dict[str, float]) -> None:
         if "://" not in self._board.log_dir:
             os.stat(self._board.log_dir)  # if it is gone, raise here: TensorBoard's thread would print a traceback
         for name, value in scalars.items():
-            self._board.add_scalar(f"{section}/{name}", value, iteration)
+            self._board.add_scalar(f"{line['section']}/{name}", value, line["iteration"], line["timestamp"])
         self._board.flush()
+
+    def _send(self, line: dict[str, Any], scalars: dict[str, float]) -> None:
+        assert self.wandb is not None
+        self.wandb.write(line["iteration"], scalars, line["section"])
 
     def close(self) -> None:
         """Closes the event file, and ends the run of Weights & Biases."""

@@ -244,7 +244,11 @@ def log_step(
         )
     elif line := late.line(steps, seconds, seconds_waited):  # not of the first iterations, which compile and warm up
         logger.info("%s", line)
-    more = {"consumed_samples": job.consumed_samples, "peak_memory_mb": peak_memory_bytes(job.device) / 2**20}
+    more = {
+        "consumed_samples": job.consumed_samples,
+        "world_size": torch.distributed.get_world_size(),
+        "peak_memory_mb": peak_memory_bytes(job.device) / 2**20,
+    }
     metrics.write(job.iteration, {**job.own_scalars, **report.scalars(), **more}, "train")
 
 

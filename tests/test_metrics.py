@@ -129,6 +129,20 @@ def test_an_evaluation_that_is_repeated_replaces_its_line(tmp_path):
     assert lines == metrics.lines
 
 
+def test_every_line_has_the_time_of_its_events(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setattr("megazero.metrics.time.time", lambda: 1.75e9 + 0.12345)
+    metrics = MetricsWriter(str(tmp_path), str(tmp_path / "board"), 0)
+    for section in ("train", "valid"):
+        metrics.write(1, {"loss": 8.0}, section)
+    metrics.close()
+    want = {"iteration": 1, "timestamp": 1.75e9 + 0.123, "loss": 8.0}
+    assert logged(tmp_path) == [{**want, "section": section} for section in ("train", "valid")]
+    points = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert {points.Scalars(f"{section}/loss")[0].wall_time for section in ("train", "valid")} == {1.75e9 + 0.123}
+
+
 def test_a_file_in_the_place_of_the_tensorboard_folder_names_the_flag(tmp_path):
     (tmp_path / "board").touch()
     with pytest.raises(OSError, match=f"--tensorboard-dir {tmp_path / 'board'} cannot be written: .*File exists"):

@@ -76,6 +76,7 @@ def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
     tokens = [line["tokens_per_s"] * line["step_s"] for line in lines]
     assert tokens == pytest.approx([2 * 2 * 32] * 6), "of a step, in each interval"
     assert [line["consumed_samples"] for line in lines] == [2 * 2 * n for n in range(10, 61, 10)]
+    assert {line["world_size"] for line in lines} == {2}
     first = re.search(r"training loss +([\d.]+) at the first step", done.stdout)
     assert first and float(first[1]) > losses[10], "the mean of the first ten"
     for promised in ("loss.png", "latest", "tensorboard", "global_step60/index.json"):
