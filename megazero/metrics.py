@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,12 @@ class StepReport:
     phases_s: dict[str, float]  # seconds per iteration by phase
 
     def line(self) -> str:
-        """Megatron-LM's log line, followed by throughput and the remaining time."""
+        """Megatron-LM's log line of this moment, followed by throughput and the remaining time."""
         left = timedelta(seconds=round(self.step_s * (self.train_iters - self.iteration)))
         mfu = "" if self.mfu is None else f" MFU {100 * self.mfu:.1f}% |"
         return (
-            f" iteration {self.iteration:8d}/{self.train_iters:8d} | elapsed time per iteration (ms): {self.step_s * 1e3:.1f} |"
+            f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {self.iteration:8d}/{self.train_iters:8d} |"
+            f" elapsed time per iteration (ms): {self.step_s * 1e3:.1f} |"
             f" learning rate {self.lr:.3E} | lm loss {self.loss:.6E} | loss scale {self.loss_scale:.1f} |"
             f" grad norm {self.grad_norm:.3f} | skipped {self.skipped} | tokens/s {self.tokens_per_s:.0f} |"
             f" TFLOP/s per rank {self.tflops:.3f} |{mfu} ETA {left} |"

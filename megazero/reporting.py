@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 
 import torch
@@ -93,6 +94,7 @@ def describe_start(job: Job) -> str:
         ("device", f"{job.device}, parameters in {str(job.config.precision.dtype).removeprefix('torch.')}"),
         *([("optimizer", own_optimizer)] if job.has_own_optimizer else []),
         ("ZeRO", f"stage {zero.stage}: {SHARDED[zero.stage]} sharded over {_shards(zero, dp)}{_homes(zero)}"),
+        ("started", f"{datetime.now():%Y-%m-%d %H:%M:%S}"),
     ]
     memory = job.engine.memory()
     del memory["buffers"]  # nothing needs any yet

@@ -91,6 +91,8 @@ def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
         "run         60 iterations in all, 7,680 tokens, 1.76e+09 FLOP",
     ):
         assert text in done.stdout
+    second = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert re.search(rf"^  started     {second}\n(?s:.*)^ \[{second}\] iteration", done.stdout, re.MULTILINE)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
