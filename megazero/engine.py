@@ -198,6 +198,7 @@ class Engine:
         self._syncs = True
         self._micro_steps = 0
         self._since_update = 0  # micro-batches
+        self._last_backward = -1  # the micro-batch of which it was
         self._is_applied = False
         self._grad_norm = 0.0
         self._is_destroyed = False
@@ -271,6 +272,7 @@ class Engine:
             (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
         self.schedule.finish_backward()
         self._optimizer.has_gradients = True
+        self._last_backward = self._micro_steps
         return loss.detach()
 
     @uncompiled
@@ -321,6 +323,28 @@ class Engine:
         self._is_applied = True
         if self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
+
+    @uncompiled
+    def grad_norms(self) -> dict[str, float]:
+        """The 2-norm of each trained parameter's gradient, by name, before `step` applies them. Collective over the world.
+
+        Unscaled, before clipping, and of whole parameters where ranks hold parts. The squares add up to that of the step's
+        `get_global_grad_norm()`. One collective and one wait for the device, without gathering any gradient.
+
+        Raises:
+            EngineStateError: it is not called between the last micro-batch's `backward` and `step`, or there is no optimizer.
+            RuntimeError: as in `step`.
+        """
+        self._refuse_without_optimizer("engine.grad_norms()")
+        is_whole = self._optimizer.has_gradients and self._last_backward == self._micro_steps
+        if not (is_whole and self._syncs and self.is_gradient_accumulation_boundary()):
+            raise EngineStateError(
+                "engine.grad_norms(): the gradients of a step are not there. Call it on every rank between engine.backward(loss) "
+                "of the step's last micro-batch and engine.step(), outside of no_sync()."
+            )
+        self.allreduce_gradients()
+        self.channel.compare_first()
+        return self.schedule.waiting.until(self._optimizer.grad_norms, "engine.grad_norms()")
 
     def skip_step(self) -> None:
         """Counts an optimizer step that is left out: the weights and moments stay, and the schedule moves on. On every rank.

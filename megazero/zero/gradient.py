@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import torch
@@ -73,7 +74,13 @@ class Gradient:
         if self._norms is not None:
             return self._norms
         with self.at_hand() as owned:
-            return self._norms_of(owned)
+            return self._norms_of(owned, self.layout.spans)
+
+    def norms_by_name(self) -> dict[str, Tensor]:
+        """The 2-norm of each parameter's part in this rank's portion of `owned`, if it has one there."""
+        spans = self.layout.spans_by(lambda segment: segment.name)
+        with self.at_hand() as owned:
+            return {name: norm for name, span in spans for _, norm in self._norms_of(owned, [span])}
 
     @property
     def held(self) -> list[Tensor]:
@@ -160,7 +167,7 @@ class Gradient:
             cast = part.to(self.dtype)
             self._owned = self.home.hold(cast, copy=cast is part and is_a_part)
             if self._owned.resident is None or self._owned.link is not None:
-                self._norms = self._norms_of(cast)
+                self._norms = self._norms_of(cast, self.layout.spans)
         elif isinstance(self._owned, MemoryVector) and self._owned.link is not None:
             self._norms = None
             self._owned.link.to_host.make_room()
@@ -169,7 +176,7 @@ class Gradient:
             with self._owned.at_hand(writes=True) as owned:
                 owned.add_(part.to(owned.device))
                 if self._owned.resident is None:
-                    self._norms = self._norms_of(owned)
+                    self._norms = self._norms_of(owned, self.layout.spans)
 
     def take(self) -> Vector:
         """Hands `owned` over to the caller, who must free it; this step's gradients end with that."""
@@ -190,9 +197,9 @@ class Gradient:
             self._owned.free()
         self.whole = self._owned = self._norms = None
 
-    def _norms_of(self, owned: Tensor) -> list[tuple[Span, Tensor]]:
+    def _norms_of(self, owned: Tensor, spans: Iterable[Span]) -> list[tuple[Span, Tensor]]:
         start, stop = self.channel.portion(self.layout.numel, ALIGNMENT)
-        parts = [span.clip(start, stop) for span in self.layout.spans]
+        parts = [span.clip(start, stop) for span in spans]
         low = self.owned_range.start
         return [(part, _norm(owned[part.start - low : part.stop - low])) for part in parts if part.start < part.stop]
 

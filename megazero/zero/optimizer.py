@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -307,6 +307,19 @@ class BucketOptimizer(SlicedOptimizer):
             total = torch.stack(_brought(norms, device)).double().square().sum() * gradients[0].to_mean ** 2
         total = comm.all_reduced(total, comm.world())
         return float((total.sqrt() / self.cur_scale).float())
+
+    def grad_norms(self) -> dict[str, float]:
+        """`grad_norm` of each trained parameter alone, by name. Takes one collective and one device sync for all of them."""
+        device, gradients = self.buckets[0].device, [bucket.gradient for bucket in self._trained]
+        found = {name: norm for gradient in gradients for name, norm in gradient.norms_by_name().items()}
+        # Sorted, as tensor-parallel ranks may share buckets differently.
+        segments = sorted((s for g in gradients for s in g.layout.segments), key=attrgetter("name"))
+        none = torch.zeros((), device=device)
+        counts = [self.counts_replicated or not segment.is_replicated for segment in segments]
+        norms = [found.get(s.name, none) if is_mine else none for s, is_mine in zip(segments, counts, strict=True)]
+        squares = torch.stack(_brought(norms, device)).double().square() * gradients[0].to_mean ** 2
+        means = (comm.all_reduced(squares, comm.world()).sqrt() / self.cur_scale).float().tolist()
+        return {segment.name: norm for segment, norm in zip(segments, means, strict=True) if self.is_trained(segment)}
 
     def _first_not_finite(self) -> str:
         """The first parameter, in backward order, whose gradient is inf or NaN, and which rank's part of the sum. Collective.
