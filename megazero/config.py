@@ -98,6 +98,7 @@ class TrainingConfig:
         None, "sequences per evaluation micro-batch (default: --batch-size)", at_least=1, at_most=10**9
     )
     log_interval: int = option(100, "optimizer steps between log lines", at_least=1)
+    log_grad_norms: bool = option(False, "record the norm of each parameter's gradient with every log line")
     exit_interval: int | None = option(None, "save and exit when the iteration is a multiple of this", at_least=1)
     exit_duration_in_mins: float | None = option(
         None,
@@ -161,6 +162,10 @@ class TrainingConfig:
     def skipped_iterations(self) -> tuple[range, ...]:
         """The iterations of --iterations-to-skip, in parts."""
         return tuple(map(iterations_named, self.iterations_to_skip or ()))
+
+    def logs_grad_norms_of(self, iteration: int) -> bool:
+        """Whether --log-grad-norms records those of this iteration: only that of a log line costs anything."""
+        return self.log_grad_norms and iteration % self.log_interval == 0
 
     def skips(self, iteration: int) -> bool:
         """Whether --iterations-to-skip leaves out this iteration, counted as in the log."""

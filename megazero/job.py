@@ -73,6 +73,7 @@ class Job:
     count_tokens: CountTokens | None = None  # with --calculate-per-token-loss: tokens that count in a micro-batch
     before_update: BeforeUpdate | None = None  # called on every rank when a step's gradients are there
     has_own_optimizer: bool = False  # the script's, not that of the flags
+    grad_norms: dict[str, float] = field(default_factory=dict)  # by parameter, of a step that --log-grad-norms logs
     own_scalars: dict[str, float] = field(default_factory=dict)  # a script's own numbers, recorded with every log line
 
     @property

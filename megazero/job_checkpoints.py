@@ -33,6 +33,7 @@ LOSS = ("eod_mask_loss", "calculate_per_token_loss", "reset_position_ids", "rese
 # Flags that change nothing in what is trained: when a run logs, evaluates and ends; and what follows from its ranks.
 UNSAID = {
     "log_interval",
+    "log_grad_norms",
     "eval_interval",
     "exit_interval",
     "exit_duration_in_mins",

@@ -251,7 +251,8 @@ def log_step(
         "world_size": torch.distributed.get_world_size(),
         "peak_memory_mb": peak_memory_bytes(job.device) / 2**20,
     }
-    metrics.write(job.iteration, {**job.own_scalars, **report.scalars(), **more}, "train")
+    of_parameters = {f"grad_norm/{name}": norm for name, norm in job.grad_norms.items()}
+    metrics.write(job.iteration, {**of_parameters, **job.own_scalars, **report.scalars(), **more}, "train")
 
 
 def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:

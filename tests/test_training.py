@@ -219,6 +219,14 @@ def test_a_run_stopped_among_iterations_to_skip_equals_the_whole_run_bit_for_bit
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole") and set(metrics(tmp_path / "cut")) == {2, 6, 8}
 
 
+def test_gradients_norms_are_of_the_last_iteration_of_each_line_unless_it_is_skipped(corpus, tmp_path):
+    more = ("--log-grad-norms", "--log-interval", "2", "--iterations-to-skip", "4")
+    assert run_job(flags(corpus, tmp_path, 6, *more), 2).returncode == 0
+    for line in (line for line in logged(tmp_path) if line["section"] == "train"):
+        norms = [value for name, value in line.items() if name.startswith("grad_norm/")]
+        assert math.hypot(*norms) == (0 if line["iteration"] == 4 else pytest.approx(line["grad_norm"], rel=1e-4))
+
+
 def test_exit_interval_stops_a_run_and_its_end_is_evaluated_all_the_same(corpus, tmp_path):
     cut = flags(corpus, tmp_path, 4, "--exit-interval", "2", "--eval-iters", "1")
     done = run_job(cut, 1)
@@ -592,7 +600,7 @@ def test_the_pages_script_logs_each_gradients_norm_and_ends_when_it_says(corpus,
     script = tmp_path / "script.py"
     script.write_text(code)
     more = ("--zero-stage", stage, "--global-batch-size", "8", "--fp16")
-    done = run_script(2, str(script), flags(corpus, tmp_path / "a", 3, *more))
+    done = run_script(2, str(script), flags(corpus, tmp_path / "a", 3, *more, "--log-grad-norms"))
     assert done.returncode == 0, done.stdout
     assert ("Lion of make_optimizer" in done.stdout) == own_optimizer
     lines = [line for line in logged(tmp_path / "a") if line["section"] == "train"]
@@ -600,6 +608,7 @@ def test_the_pages_script_logs_each_gradients_norm_and_ends_when_it_says(corpus,
     for line in lines:
         norms = [value for name, value in line.items() if name.startswith("grad_norm/")]
         assert math.hypot(*norms) == pytest.approx(line["grad_norm"], rel=1e-4) and line["grad_norm"] > 0
+        assert max(norms) == line["largest_grad_norm"]
 
     script.write_text(
         code.replace("> 100", "> 0 and torch.distributed.get_rank() == job.iteration == 1").replace(
