@@ -134,6 +134,7 @@ class BucketPlan:
     sharding: Sharding
     grad_dtype: torch.dtype = torch.float32  # of G: fp32 preserves sums over many micro-batches; P's dtype halves G
     reduce_dtype: torch.dtype = torch.float32  # of gradients on the wire
+    stays_whole: bool = False  # even though other parameters are sharded
     has_matrices: bool = False  # holds matrices that Muon updates, and nothing else
     is_linear_tile: bool = False  # the unit is a tile of a layer: see `_linear_tiles_in`
     num_units: int = 1
@@ -155,12 +156,12 @@ class BucketPlan:
 
 
 class _Kind(NamedTuple):
-    """The properties that all parameters of one bucket share."""
+    """The properties that all parameters of one bucket share: fields of `BucketPlan`."""
 
-    unit: int  # index in the list of units, or ROOT
-    dtype: torch.dtype  # to compute in
-    is_trained: bool
-    stays_whole: bool  # even though other parameters are sharded
+    unit: int
+    dtype: torch.dtype
+    is_trainable: bool
+    stays_whole: bool
     has_matrices: bool
 
 
@@ -206,15 +207,12 @@ def plan_buckets(
         plans.append(
             BucketPlan(
                 name="root" if kind.unit == ROOT else names[units[kind.unit]],
-                unit=kind.unit,
-                dtype=kind.dtype,
-                is_trainable=kind.is_trained,
+                **kind._asdict(),
                 parameters=members[kind],
                 layout=BucketLayout.build(entries, num_shards),
                 sharding=replace(zero.sharding, parameters=False) if kind.stays_whole else zero.sharding,
                 grad_dtype=grad_dtype,
                 reduce_dtype={"same": grad_dtype, "fp32": torch.float32, "compute": kind.dtype}[zero.reduce_dtype],
-                has_matrices=kind.has_matrices,
                 is_linear_tile=kind.unit != ROOT and units[kind.unit] in tiles,
                 first_numel=sum(math.prod(shape) for name, shape, *_ in entries if name in behind),
             )
@@ -249,11 +247,11 @@ def share_buckets(plans: Sequence[BucketPlan], most_numel: int) -> list[BucketPl
         if numel > room:
             last, room = unit, most_numel
         last_of[unit], room = last, room - numel
-    together: dict[tuple[object, ...], list[BucketPlan]] = {}
+    together: dict[_Kind, list[BucketPlan]] = {}
     for plan in plans:
+        kind = _Kind._make(getattr(plan, name) for name in _Kind._fields)
         place = last_of.get(plan.unit, ROOT) if plan.is_trainable else plan.unit
-        kind = place, plan.dtype, plan.is_trainable, plan.sharding, plan.has_matrices
-        together.setdefault(kind, []).append(plan)
+        together.setdefault(kind._replace(unit=place), []).append(plan)
     return [_joined(several[::-1]) if len(several) > 1 else several[0] for several in together.values()]
 
 
