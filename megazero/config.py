@@ -90,20 +90,25 @@ class TrainingConfig:
         1_000_000, "total number of optimizer steps, over all resumed runs", at_least=1, at_most=10**9
     )
     iterations_to_skip: tuple[str, ...] | None = option(
-        None, "A-B or A, one or several: read the batches of these iterations and do not train on them"
+        None, "A-B or A, one or several: read the batches of these iterations and do not train on them", unsaid=True
     )
     eval_iters: int = option(100, "batches per evaluation; 0: no evaluation", at_least=0, at_most=10**9)
-    eval_interval: int = option(1000, "optimizer steps between evaluations on validation data", at_least=1)
+    eval_interval: int = option(1000, "optimizer steps between evaluations on validation data", at_least=1, unsaid=True)
     eval_batch_size: int | None = option(
         None, "sequences per evaluation micro-batch (default: --batch-size)", at_least=1, at_most=10**9
     )
-    log_interval: int = option(100, "optimizer steps between log lines", at_least=1)
-    log_grad_norms: bool = option(False, "record the norm of each parameter's gradient with every log line")
-    exit_interval: int | None = option(None, "save and exit when the iteration is a multiple of this", at_least=1)
+    log_interval: int = option(100, "optimizer steps between log lines", at_least=1, unsaid=True)
+    log_grad_norms: bool = option(
+        False, "record the norm of each parameter's gradient with every log line", unsaid=True
+    )
+    exit_interval: int | None = option(
+        None, "save and exit when the iteration is a multiple of this", at_least=1, unsaid=True
+    )
     exit_duration_in_mins: float | None = option(
         None,
         "save and exit after the step that is in progress this many minutes after the ranks started",
         above=0,
+        unsaid=True,
     )
     seed: int = option(1234, "seed of weights, data order and dropout", at_least=0, at_most=2**32 - 1)
     deterministic_mode: bool = option(
@@ -119,11 +124,15 @@ class TrainingConfig:
     tensorboard_dir: str | None = option(
         None, "write TensorBoard scalars here (default: SAVE/tensorboard when --save is given)", per_host=True
     )
-    no_tensorboard: bool = option(False, "write no TensorBoard scalars")
-    wandb_project: str | None = option(None, "record the same numbers in this project of Weights & Biases")
-    wandb_exp_name: str | None = option(None, "name of the run in --wandb-project (default: the last folder of --save)")
+    no_tensorboard: bool = option(False, "write no TensorBoard scalars", unsaid=True)
+    wandb_project: str | None = option(None, "record the same numbers in this project of Weights & Biases", unsaid=True)
+    wandb_exp_name: str | None = option(
+        None, "name of the run in --wandb-project (default: the last folder of --save)", unsaid=True
+    )
     profile_steps: str | None = option(
-        None, "A-B: trace these iterations of rank 0 with torch.profiler (in SAVE/profile, or --profile-dir)"
+        None,
+        "A-B: trace these iterations of rank 0 with torch.profiler (in SAVE/profile, or --profile-dir)",
+        unsaid=True,
     )
     profile_dir: str | None = option(
         None, "where --profile-steps writes its trace (default: SAVE/profile)", per_host=True

@@ -30,21 +30,6 @@ logger = get_logger(__name__)
 SAMPLES = ("seed", "train_data", "split", "seq_length")
 LOSS = ("eod_mask_loss", "calculate_per_token_loss", "reset_position_ids", "reset_attention_mask")
 
-# Flags that change nothing in what is trained: when a run logs, evaluates and ends; and what follows from its ranks.
-UNSAID = {
-    "log_interval",
-    "log_grad_norms",
-    "eval_interval",
-    "exit_interval",
-    "exit_duration_in_mins",
-    "iterations_to_skip",
-    "no_tensorboard",
-    "wandb_project",
-    "wandb_exp_name",
-    "profile_steps",
-    "overlap_param_gather",
-}
-
 # What says where in the data a run was. `save` says more; a checkpoint that was imported has no more.
 _PLACE = {"iteration", "consumed_samples"}
 
@@ -162,15 +147,15 @@ def _say_what_changed(job: Job, client: dict[str, Any]) -> None:
 def _changes(saved: dict[str, dict[str, Any]], config: Config) -> dict[str, str]:
     """By field, what is set otherwise than in the saved configuration: "--lr 0.003 -> 0.001".
 
-    Paths and the like, and what is UNSAID, are left out. A field that an older version did not have counts as its default.
+    Paths and the like, and what is `unsaid`, are left out. A field that an older version did not have counts as its default.
     """
     changed = {}
     for part in (part for part in fields(config) if part.name != "checkpoint"):
         component = getattr(config, part.name)
         before, now = {**asdict(type(component)()), **saved.get(part.name, {})}, asdict(component)
         for each in fields(component):
-            is_elsewhere = each.metadata.get("per_host") and each.name not in SAMPLES
-            if before[each.name] != now[each.name] and not is_elsewhere and each.name not in UNSAID:
+            is_left_out = each.metadata.get("unsaid") or (each.metadata.get("per_host") and each.name not in SAMPLES)
+            if before[each.name] != now[each.name] and not is_left_out:
                 name = own_flag(each) if each.metadata else each.name  # the latter is set in a JSON file
                 changed[each.name] = f"{name} {before[each.name]} -> {now[each.name]}"
     return changed

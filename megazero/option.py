@@ -26,6 +26,7 @@ def option(
     flag: str | None = None,
     aliases: Sequence[str] = (),
     per_host: bool = False,
+    unsaid: bool = False,
 ) -> Any:
     """A dataclass field with a default, one line of help, and what the command line needs to know about it.
 
@@ -35,8 +36,10 @@ def option(
         flag: the flag's name, if it is not `--` + the field's name with dashes.
         aliases: further flag names that mean the same (old spellings).
         per_host: hosts may have different values, such as paths; a job's ranks need only agree on whether it is given.
+        unsaid: it changes nothing in what is trained, or follows from the ranks, so a run that continues a checkpoint does not
+            say that it has changed.
     """
-    names = {"flag": flag, "aliases": tuple(aliases), "per_host": per_host}
+    names = {"flag": flag, "aliases": tuple(aliases), "per_host": per_host, "unsaid": unsaid}
     bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     return field(default=default, metadata={"help": help, "choices": choices, **bounds, **names})
 

@@ -71,6 +71,7 @@ class ZeroConfig:
         "send new weights while the next forward runs, which waits for each unit's weights right before the unit (stages 1 and "
         "2). By default on if they come from other ranks or homes, but not at stage 1 with split layers, nor with "
         "--delayed-param-update",
+        unsaid=True,
     )
     offload_optimizer: str = option(
         "none",
