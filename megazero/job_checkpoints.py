@@ -22,7 +22,7 @@ from megazero.files import nearest_there
 from megazero.job import Job, seed_dropout
 from megazero.logging import ALIKE, counted, get_logger
 from megazero.model.config import GPT2Config
-from megazero.option import flag_of, own_flag
+from megazero.option import as_given, flag_of, own_flag
 
 logger = get_logger(__name__)
 
@@ -270,7 +270,8 @@ def _refuse_other_model(job: Job, path: Path, client: dict[str, Any]) -> None:
     others = GPT2Config.of_saved(client, path).differences(job.config.model)
     if others:
         differ = ", ".join(f"{flag_of(name)} {was}, now {now}" for name, (was, now) in others.items())
-        given = " ".join(f"{flag_of(name)} {was}" for name, (was, _) in others.items())
+        described = {each.name: each for each in fields(GPT2Config)}
+        given = " ".join(as_given(described[name], was) for name, (was, _) in others.items())
         raise ValueError(
             f"The checkpoint {path} was trained with {differ}: that is another model. Give {given}. To change a trained model, "
             "see docs/checkpoints.md."

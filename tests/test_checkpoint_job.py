@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference import load_model
 from megazero.job_checkpoints import refuse_unwritable
+from megazero.model.config import GPT2Config
 from megazero.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.checkpoints import flip
 from tests.ranks import run_script
@@ -342,6 +344,14 @@ def test_a_scripts_own_state_is_not_taken_for_the_jobs(caplog):
     client = {"iteration": 3, "consumed_samples": 12, "config": {"lr": 0.1}}
     job_checkpoints._say_what_changed(SimpleNamespace(consumed_samples=12), client)
     assert "the checkpoint was imported: the samples after its 12 are" in caplog.text
+
+
+def test_a_flag_that_makes_another_model_is_named_as_it_is_given(monkeypatch):
+    monkeypatch.setattr("megazero.model.config.UNSEEN_IN_SHAPES", ("compile",))  # as if it did
+    saved = GPT2Config()
+    job = SimpleNamespace(config=SimpleNamespace(model=replace(saved, compile=True)))
+    with pytest.raises(ValueError, match=r"with --compile False, now True: .* Give --no-compile\."):
+        job_checkpoints._refuse_other_model(job, Path("saved"), {"model": asdict(saved)})
 
 
 def test_a_prompt_that_fills_all_positions_is_refused_before_the_model_is_loaded(whole, monkeypatch):
