@@ -8,6 +8,15 @@
     none that gets a gradient              when it has begun, and the graph's backward is over
 
 Whatever its inputs are, it is over when the backward of a unit begins that has run before it.
+
+For example, what `Runs` knows of block 0 and, behind it, block 1 under a reentrant checkpoint:
+
+    block 0 runs                      `_untold` has a run of 0, and `_order` is [0]
+    block 1 runs, without a graph     `_again` has 1, and `_order` is [0, 1]; `_kept` holds this run, as no hook does
+    block 1 runs again, in backward   `_untold` has a run of 1, and `_ends_with_graph` has 1, whose input is detached
+    that input has its gradient       `_untold` has no run of 1 any more: 1 ends with the backward of the recomputed graph
+    block 0's backward begins         1 ends, if it has not; `_order` is [0]
+    its input has its gradient        `_untold` has no run of 0 any more: 0 ends
 """
 
 from __future__ import annotations
