@@ -175,7 +175,7 @@ class Engine:
             return optimizer, lr_scheduler(optimizer) if lr_scheduler else None
 
         try:
-            self._optimizer, schedule = comm.together(make_optimizer)
+            self._optimizer, lr_schedule = comm.together(make_optimizer)
             refuse_other_optimizers(self._optimizer.torch_optimizer)
             if isinstance(self._optimizer.torch_optimizer, Muon):
                 self._optimizer.attributes["orthogonalize"] = Orthogonal(self._optimizer, cuts, groups.model)
@@ -190,7 +190,7 @@ class Engine:
         if meter is not None and (host := self.homes.optimizer) is not None:
             self.placement = Placement(self.schedule, self._optimizer, self.zero, meter, host, self._accumulation_steps)
         self._training_state = TrainingState(
-            model, groups, cuts, tile_places(model), self.buckets, self._optimizer, schedule, self.zero.stage
+            model, groups, cuts, tile_places(model), self.buckets, self._optimizer, lr_schedule, self.zero.stage
         )
         self.saver = Saver()
         self._watch = ModelWatch(self.buckets)

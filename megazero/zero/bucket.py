@@ -184,10 +184,10 @@ class Bucket:
     def adopt_gathered(self) -> None:
         """After the user has written to gathered parameters: keeps the new values in this rank's shard and master weights."""
         if self.weights.is_cast:
-            self._adopt(self.weights.part)
+            self._adopt(self.weights.owned_view)
         elif self.weights.is_sharded:
             with self.weights.owned(reads=False, writes=True) as shard:
-                shard.copy_(self.weights.part)
+                shard.copy_(self.weights.owned_view)
         self._adopt_parameters()
 
     def _adopt_parameters(self) -> None:

@@ -192,7 +192,7 @@ def _reader_of(bucket: Bucket) -> nn.Module | None:
 
 def _changed(bucket: Bucket) -> list[str]:
     """Parameters whose gathered values differ from this rank's shard, bit for bit; each rank looks at its own part."""
-    now = bucket.weights.part
+    now = bucket.weights.owned_view
     with bucket.weights.owned() as shard:
         before = shard.to(now)
         if torch.equal(now.view(torch.uint8), before.view(torch.uint8)):

@@ -123,7 +123,7 @@ class BucketOptimizer(SlicedOptimizer):
             self.attributes["on_any_device"] = True  # a part of O may stay on the device, or come to it
         is_fused = all(group.get("fused") for group in self.param_groups)
         self.scales_itself = type(self.torch_optimizer) in TORCH_ADAMS and is_fused
-        self.refuse_unfit(later=zero.delays_update)
+        self.refuse_unfit_updates(later=zero.delays_update)
 
     if not TYPE_CHECKING:  # a type checker would accept every misspelled name
 
@@ -165,9 +165,9 @@ class BucketOptimizer(SlicedOptimizer):
             later: the update runs in the background; the model gets its weights at the next `finish`.
 
         Raises:
-            ValueError: as in `refuse_unfit`, if hooks or settings have changed since.
+            ValueError: as in `refuse_unfit_updates`, if hooks or settings have changed since.
         """
-        self.refuse_unfit(later)
+        self.refuse_unfit_updates(later)
         norm = self.grad_norm()
         self.overflow = not math.isfinite(norm)
         if not self.overflow:
@@ -204,7 +204,7 @@ class BucketOptimizer(SlicedOptimizer):
                 "are old. Load a checkpoint before training goes on, or anything is saved."
             )
 
-    def refuse_unfit(self, later: bool) -> None:
+    def refuse_unfit_updates(self, later: bool) -> None:
         """Raises if the torch optimizer cannot update states that rest in a file, or (`later`) run in the background."""
         kind = type(self.torch_optimizer).__name__
         if not self.steps_apart and any(bucket.is_swapped for bucket in self._trained):

@@ -57,7 +57,7 @@ class Weights:
         self._kinds = {name: type(p) for name, p in self.parameters.items()}  # classes that release replaces
         self.shard: Vector | None = None
         if self.is_sharded:
-            self.shard = (home or MemoryHome(flat.device)).hold(self.part, copy=True)
+            self.shard = (home or MemoryHome(flat.device)).hold(self.owned_view, copy=True)
         self.is_offloaded = self.is_sharded and home is not None
         self.is_gathered, self.is_held, self.is_lent, self.is_kept = True, False, False, False
         self._coming: Work | None = None  # a gather if P is sharded, else an exchange
@@ -85,7 +85,7 @@ class Weights:
         assert self.shard is not None, "only what is sharded is ever released"
         self.flat.untyped_storage().resize_(self.flat.nbytes)
         gather = partial(self._channel.all_gather_, self.flat, self.name)
-        self._coming = self._arrival.fill(self.shard, self.part, gather)
+        self._coming = self._arrival.fill(self.shard, self.owned_view, gather)
 
     def refuse_reads(self) -> None:
         """Until a gather under way is finished, makes autograd refuse what saved P before: a backward that no hook has announced.
@@ -221,14 +221,14 @@ class Weights:
         return self.shard is not None and self.shard.dtype != self.flat.dtype
 
     @property
-    def part(self) -> Tensor:
-        """The owned range as a part of the whole, while P is whole: this rank's shard if P is sharded."""
+    def owned_view(self) -> Tensor:
+        """The owned range as a view of the whole, while P is whole: of this rank's shard if P is sharded."""
         return self.flat[self._owned_range]
 
     @property
     def resident(self) -> Tensor | None:
         """The owned range of P in its home, if the home is memory; else None."""
-        return self.part if self.shard is None else self.shard.resident
+        return self.owned_view if self.shard is None else self.shard.resident
 
     def owned(
         self, start: int = 0, stop: int | None = None, *, reads: bool = True, writes: bool = False
@@ -238,7 +238,7 @@ class Weights:
             self.settle()
         if self.shard is not None:
             return self.shard.at_hand(start, stop, reads=reads, writes=writes)
-        return nullcontext(self.part[start:stop])
+        return nullcontext(self.owned_view[start:stop])
 
     def settle(self) -> None:
         """Before the owned range is written to: waits until no device reads its shard and no exchange sends it."""
