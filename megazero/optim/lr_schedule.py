@@ -23,7 +23,10 @@ class LRScheduleConfig:
     lr_warmup_iters: int | None = option(None, "warm-up in iterations; overrides --warmup", at_least=0)
     lr_decay_iters: int | None = option(None, "iterations of the decay (default: --train-iters)", at_least=1)
     lr_decay_style: str = option(
-        "linear", "shape of the decay; WSD is warm-up, stable, decay", choices=("constant", "linear", "cosine", "WSD")
+        "linear",
+        "shape of the decay; linear and cosine begin behind the warm-up and end as much later than --lr-decay-iters; WSD "
+        "(warm-up, stable, decay) ends there",
+        choices=("constant", "linear", "cosine", "WSD"),
     )
     lr_wsd_decay_iters: int | None = option(
         None,
@@ -33,7 +36,7 @@ class LRScheduleConfig:
     lr_wsd_decay_style: str = option(
         "exponential", "with WSD: shape of its decay", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    min_lr: float = option(0.0, "the decay never goes below this")
+    min_lr: float = option(0.0, "the decay never goes below this: it cuts linear and cosine off, and WSD ends there")
 
     def __post_init__(self) -> None:
         check_options(self)
