@@ -318,7 +318,7 @@ class BucketOptimizer(SlicedOptimizer):
         counts = [self.counts_replicated or not segment.is_replicated for segment in segments]
         norms = [found.get(s.name, none) if is_mine else none for s, is_mine in zip(segments, counts, strict=True)]
         squares = torch.stack(_brought(norms, device)).double().square() * gradients[0].to_mean ** 2
-        means = (comm.all_reduced(squares, comm.world()).sqrt() / self.cur_scale).float().tolist()
+        means = (comm.all_reduced(squares, comm.world()).sqrt() / self.cur_scale).float().cpu().tolist()
         return {segment.name: norm for segment, norm in zip(segments, means, strict=True) if self.is_trained(segment)}
 
     def _first_not_finite(self) -> str:

@@ -54,6 +54,20 @@ def test_a_step_waits_for_the_gradient_norm_alone(flags, monkeypatch):
         assert held.waits == ["_local_scalar_dense in grad_norm"], held.waits
 
 
+@pytest.mark.parametrize("case", ["tensor-parallel", "O on the host", "all on a drive"])
+def test_the_norm_of_each_gradient_is_waited_for_together_and_only_where_it_is_logged(case, monkeypatch):
+    monkeypatch.setattr(training, "_raise_not_finite", lambda *_: None)
+    flags = f"{COMMON} {CASES[case]} --log-grad-norms --log-interval 2"
+    with fake_job(load_config(flags.split(), world_size=8), 8, rank=1) as (job, held):
+        batches = token_batches() if job.groups.model_parallel_rank == 0 else None
+        for iteration in range(1, 5):
+            held.waits.clear()
+            training.train_step(job, batches)
+            if iteration > 1:  # the first compares parameters that ranks hold whole
+                of_norms = [] if iteration % 2 else ["_to_copy in grad_norms"]
+                assert held.waits == [*of_norms, "_local_scalar_dense in grad_norm"], held.waits
+
+
 def test_muon_on_the_host_waits_once_for_what_comes_back_of_each_slice():
     flags = "--zero-stage 3 --bf16 --optimizer muon --offload-optimizer cpu --offload-param cpu"
     config = load_config(f"{COMMON} {flags}".split(), world_size=2)
