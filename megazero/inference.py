@@ -86,14 +86,10 @@ def open_checkpoint(config: InferenceConfig) -> Trained:
             f"{directory.parent} --tag {directory.name}."
         )
     reader = Reader(config.load, config.tag)
-    if "word_embeddings.weight" not in reader.tensors:
-        raise ValueError(
-            f"{reader.path} is not of this library's GPT2Model: it has {', '.join([*reader.tensors][:3])}, ... Use a model of "
-            "your own by megazero.initialize without an optimizer, and load_checkpoint."
-        )
     client = client_state(reader)
-    tokenizer = _tokenizer(config, client, reader.path)
     model = GPT2Config.of_saved(client, reader.path).for_inference()
+    model.refuse_other_names(reader.tensors, reader.path)
+    tokenizer = _tokenizer(config, client, reader.path)
     model.check_parallel(config.model_parallel_size)
     refuse_other_model(config, model, reader.path)
     return Trained(reader, client, model, tokenizer)

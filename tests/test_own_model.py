@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from megazero.checkpoint.commands.export import export_huggingface
+from megazero.checkpoint.reader import Reader
 from megazero.inference import InferenceConfig, open_checkpoint
 from tests.ranks import run_script
 from tests.tiny import TINY_MODEL, logged
@@ -28,6 +31,11 @@ class Own(nn.Module):
 
     def forward(self, tokens):
         return self.head(torch.relu(self.embedding(tokens) @ self.features))
+
+
+def with_adapter(model):
+    model.adapter = nn.Linear(8, 8)
+    return model
 
 
 def make_model(config, groups, device, dtype):
@@ -95,6 +103,17 @@ def test_a_model_without_such_flags_has_no_warning_and_a_table_of_its_own_size(c
     assert "WARNING" not in output and "generate text" not in output, output
     with pytest.raises(ValueError, match="is not of this library's GPT2Model: it has embedding.weight, head.weight"):
         open_checkpoint(InferenceConfig(load=str(tmp_path)))
+
+
+def test_a_gpt2_with_adapters_is_neither_evaluated_nor_exported_without_them(corpus, tmp_path):
+    made = "with_adapter(pretrain_gpt2.make_model(config, groups, device, dtype))"
+    train(corpus, tmp_path, "--save", str(tmp_path), returned=made)
+    for use in (
+        lambda: open_checkpoint(InferenceConfig(load=str(tmp_path))),
+        lambda: export_huggingface(Reader(tmp_path), tmp_path / "hf", torch.float32),
+    ):
+        with pytest.raises(ValueError, match=r"GPT2Model: it has adapter.weight, adapter.bias\. Merge adapters"):
+            use()
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
+from megazero.logging import some
 from megazero.mpu.sequence_mappings import sequence_slice_length
 from megazero.option import check_options, flag_of, option
 
@@ -300,6 +302,15 @@ class GPT2Config:
             "transformer.final_layernorm.weight": (h,),
             "transformer.final_layernorm.bias": (h,),
         }
+
+    def refuse_other_names(self, names: Iterable[str], where: object) -> None:
+        """Raises a ValueError if a checkpoint has parameters that a `GPT2Model` has not: without them it is another model."""
+        shapes = self.full_shapes()
+        if others := [name for name in names if name not in shapes]:
+            raise ValueError(
+                f"{where} is not of this library's GPT2Model: it has {some(others)}. Merge adapters into the weights that they "
+                "change; use another model of your own by megazero.initialize without an optimizer, and load_checkpoint."
+            )
 
     def num_parameters(self) -> int:
         """Logical parameters: the vocabulary without padding, the tied head counted once."""

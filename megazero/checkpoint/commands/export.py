@@ -44,10 +44,11 @@ def export_huggingface(
 
     Raises:
         FileExistsError: there is something in `directory`.
-        ValueError: the checkpoint does not say what GPT-2 it is of, or is damaged.
+        ValueError: the checkpoint does not say what GPT-2 it is of, has more than its parameters, or is damaged.
     """
     client = client_state(reader)
     config = GPT2Config.of_saved(client, reader.path)
+    config.refuse_other_names(reader.tensors, reader.path)
     tokenizer, problem = _tokenizer(client)
     if tokenizer_files is None:
         tokenizer_files = [] if tokenizer is None else [Path(file) for file in tokenizer.files]
