@@ -184,7 +184,8 @@ def ending_accuracy(
 ) -> EndingAccuracy:
     """How often the model finds the right one of a question's endings likelier than the others (HellaSwag, arXiv:1905.07830).
 
-    An ending's loss is that of its own tokens after the context's. Contexts that are too long lose their beginning.
+    An ending's loss is that of its own tokens after the context's, or, if the context is empty, after the end-of-text token. A
+    space is put between the two if neither side has one. Contexts that are too long lose their beginning.
 
     Args:
         model: called as `model(tokens, targets=targets)`, both [b, s] on this process's device; returns the loss of each token
@@ -231,8 +232,10 @@ def _last_word_example(index: int, text: str, tokenizer: Tokenizer, seq_length: 
 
 def _example(what: str, context: str, ending: str, tokenizer: Tokenizer, seq_length: int) -> tuple[list[int], int]:
     """(token ids, how many of the last ones are the ending), cut to what `seq_length` tokens predict."""
-    ids = tokenizer.encode(f"{context} {ending}")
-    before = tokenizer.encode(context)
+    start = [] if context else [tokenizer.eod]
+    is_joined = not context or context[-1].isspace() or ending[:1].isspace()
+    ids = start + tokenizer.encode(context + ("" if is_joined else " ") + ending)
+    before = start + tokenizer.encode(context)
     shared = next((i for i, (x, y) in enumerate(zip(ids, before, strict=False)) if x != y), min(len(ids), len(before)))
     number = len(ids) - max(shared, 1)
     if not 0 < number <= seq_length:

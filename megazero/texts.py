@@ -49,7 +49,7 @@ def load_texts(path: str | Path, text_key: str = "text") -> list[str]:
 
 
 class Question(NamedTuple):
-    """A context, ways to go on, and which of them is the right one."""
+    """A context (empty: the beginning of a text), ways to go on, and which of them is the right one."""
 
     context: str
     endings: list[str]
@@ -68,7 +68,7 @@ def load_questions(path: str | Path) -> list[Question]:
 def _question(line: bytes) -> Question:
     found = read_object(line, "ctx")
     endings, label = found.get("endings"), str(found.get("label"))
-    if not found["ctx"].strip():
+    if found["ctx"].isspace():
         raise LineError("'ctx' is blank")
     if not isinstance(endings, list) or not all(isinstance(each, str) for each in endings):
         raise LineError("'endings' is not a list of strings")

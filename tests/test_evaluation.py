@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from evaluate_gpt2 import EvaluationConfig
 from generate_samples import SampleConfig, continuation
-from megazero import inference, mpu
+from megazero import evaluation, inference, mpu
 from megazero.arguments import load_components
 from megazero.data.tokenizer import build_tokenizer
 from megazero.evaluation import ending_accuracy, last_word_accuracy, sliding_window_perplexity, sliding_windows
@@ -38,6 +38,8 @@ CONFIG = GPT2Config(
 
 class Letters:
     """A tokenizer of one token per character, a space belonging to the letter after it as in GPT-2's vocabulary."""
+
+    eod = 28
 
     def encode(self, text):
         ids, is_after_space = [], False
@@ -187,7 +189,8 @@ def naive_losses(plain, question, seq_length):
     """Of each ending, the loss of each of its tokens."""
     losses = []
     for ending in question.endings:
-        before, own = Letters().encode(question.context), Letters().encode(f" {ending}")
+        before = Letters().encode(question.context) or [Letters.eod]
+        own = Letters().encode(f" {ending}" if question.context else ending)
         ids = torch.tensor((before + own)[-(seq_length + 1) :])
         of_all = F.cross_entropy(plain(ids[None, :-1])[0], ids[1:], reduction="none")
         losses.append(of_all[-len(own) :])
@@ -202,6 +205,7 @@ QUESTIONS = [
             ("another", ["st uv", "w", "a b c d e f"]),
             ("a context that is longer than the window", ["x", "yz abc", "q r s t u"]),
             ("c", ["a", "bcdefgh", "ijk", "lm no"]),
+            ("", ["ab cd", "e", "fgh ij", "kl", "m no"]),
         ]
     )
 ]
@@ -231,6 +235,23 @@ def test_the_likeliest_ending_is_that_of_each_ending_alone(world_size, model_par
 
 
 @pytest.mark.parametrize(
+    ("context", "ending", "text"),
+    [
+        ("is", "it", "is it"),
+        ("is ", "it", "is it"),
+        ("is", " it", "is it"),
+        ("is:\n", "it", "is:\nit"),
+        ("", "it", "\0it"),
+        ("", " it", "\0 it"),
+    ],
+)
+def test_a_space_joins_an_ending_to_its_context_if_neither_has_one(context, ending, text):
+    tokenizer = SimpleNamespace(encode=lambda text: [*text.encode()], eod=0)
+    ids, number = evaluation._example("it", context, ending, tokenizer, 20)
+    assert (bytes(ids).decode(), number) == (text, len(text) - len(context or "\0"))
+
+
+@pytest.mark.parametrize(
     ("questions", "message"),
     [
         ([], "no question"),
@@ -247,10 +268,10 @@ def test_questions_are_read_and_bad_lines_are_named(tmp_path):
     path = tmp_path / "hellaswag.jsonl"
     lines = [
         '{"ind": 4, "ctx": "A man", "endings": ["sits", "is"], "label": 1}',
-        '{"ctx": "A", "endings": ["b"], "label": "0"}',
+        '{"ctx": "", "endings": ["b"], "label": "0"}',
     ]
     path.write_text("\n\n".join(lines))
-    assert load_questions(path) == [Question("A man", ["sits", "is"], 1), Question("A", ["b"], 0)]
+    assert load_questions(path) == [Question("A man", ["sits", "is"], 1), Question("", ["b"], 0)]
     for line, message in (
         ('{"text": "A man"}', "no key 'ctx'"),
         ('{"ctx": " ", "endings": ["sits"], "label": 0}', "'ctx' is blank"),
