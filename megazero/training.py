@@ -368,7 +368,8 @@ def evaluate_and_log(job: Job, metrics: MetricsWriter, sets: dict[str, Any], par
         logger.info("-" * len(line))
         logger.info(line)
         logger.info("-" * len(line))
-        metrics.write(job.iteration, {"loss": loss, "perplexity": perplexity(loss)}, section)
+        scalars = {"loss": loss, "perplexity": perplexity(loss), "consumed_samples": job.consumed_samples}
+        metrics.write(job.iteration, scalars, section)
     return None
 
 
