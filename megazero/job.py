@@ -48,6 +48,7 @@ ModelProvider = Callable[[GPT2Config, ParallelGroups, torch.device, torch.dtype]
 ForwardStep = Callable[["Job", "Iterator[dict[str, Tensor]] | None"], Tensor]
 CountTokens = Callable[["Job", dict[str, Tensor]], int]
 BeforeUpdate = Callable[["Job"], None]
+MakeDatasets = Callable[["Job"], tuple[Any, Mapping[str, Any]]]
 MakeOptimizer = Callable[[Config, nn.Module], tuple[OptimizerFactory, dict[str, int], list[dict[str, Any]]]]
 
 

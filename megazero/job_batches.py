@@ -6,11 +6,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import parent_process
 from multiprocessing.connection import Listener
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -20,6 +21,7 @@ from megazero.children import blocked, end_with_parent
 from megazero.data.build import build_datasets
 from megazero.data.sampler import DataParallelBatchSampler, until_exhausted
 from megazero.job import Job
+from megazero.logging import some
 
 # Seconds that ranks wait for the first one to tokenize and index the data, which takes hours for a large corpus.
 MOST_TO_BUILD_S = 7 * 24 * 3600.0
@@ -48,6 +50,43 @@ def datasets(job: Job) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     prints = "; ".join(", ".join(each[: each.rindex(" ") + 13] for each in data.corpora) for data in sets if data)
     comm.refuse_differences({"the fingerprint of the data": prints}, "Give every rank the same documents.")
     return train, valid, test
+
+
+def own_datasets(job: Job, train: Any, valid: Mapping[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """What `datasets` returns, of the samples that a script's own `make_datasets` has made.
+
+    Raises:
+        ValueError: there are none, or ranks have other numbers of them.
+    """
+    flags = job.config.training
+    numbers = {name: len(samples) for name, samples in {"training": train, **valid}.items()}
+    comm.refuse_differences({"the samples of make_datasets": str(numbers)}, "Give every rank the same ones.")
+    if missing := [name for name, number in numbers.items() if not number]:
+        raise ValueError(f"make_datasets returned no sample: {some(missing)}. Give it data, or leave the set out.")
+    eval_samples = flags.eval_iters * job.config.eval_batch_size * job.groups.data_parallel_size
+    sets = valid if eval_samples else {}
+    evaluated = {name: Epochs(samples, eval_samples, flags.seed) for name, samples in sets.items()}
+    return Epochs(train, job.train_samples, flags.seed), evaluated, {}
+
+
+class Epochs:
+    """`number` samples of a map-style dataset: epoch after epoch, each in an order of its own that depends on `seed` alone."""
+
+    def __init__(self, samples: Any, number: int, seed: int) -> None:
+        self.samples, self.number, self.seed = samples, number, seed
+        self._order = 0, self._order_of(0)
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> Any:
+        epoch, place = divmod(index, len(self.samples))
+        if self._order[0] != epoch:
+            self._order = epoch, self._order_of(epoch)
+        return self.samples[self._order[1][place]]
+
+    def _order_of(self, epoch: int) -> list[int]:
+        return np.random.default_rng((self.seed, epoch)).permutation(len(self.samples)).tolist()
 
 
 def _meet(what: str) -> None:

@@ -26,13 +26,14 @@ from megazero.job import (
     CountTokens,
     ForwardStep,
     Job,
+    MakeDatasets,
     MakeOptimizer,
     ModelProvider,
     build_job,
     setup_distributed,
     with_vocabulary,
 )
-from megazero.job_batches import batches, datasets, take_counted, token_weights
+from megazero.job_batches import batches, datasets, own_datasets, take_counted, token_weights
 from megazero.job_checkpoints import (
     has_failed_to_save,
     has_something_to_load,
@@ -73,6 +74,7 @@ def pretrain(
     before_update: BeforeUpdate | None = None,
     make_optimizer: MakeOptimizer | None = None,
     allow_untested_optimizer: bool = False,
+    make_datasets: MakeDatasets | None = None,
 ) -> Job:
     """Runs the job that `config` describes, from set-up to summary, and returns it.
 
@@ -88,6 +90,9 @@ def pretrain(
         make_optimizer: takes the configuration and the model, and returns the `optimizer_factory`, `group_of` and
             `group_settings` of an `Engine`, in place of the flags' optimizer. A group's `lr_mult` is a factor on its rate.
         allow_untested_optimizer: as for `Engine`.
+        make_datasets: takes the job, and returns the samples to train on and, by the names of their sets ("" for a single one),
+            those of validation, in place of the flags' data: anything with a length and, by index, dictionaries of tensors. They
+            are repeated for as many epochs as the job takes, each in an order of its own.
 
     Raises:
         ValueError: --calculate-per-token-loss without `count_tokens`, or sizes, data and checkpoints that do not fit; or --save
@@ -133,11 +138,11 @@ def pretrain(
         told_if_slow(logger, "loading the checkpoint takes a while"),
     ):
         load(job, is_expected=loads)
-    train, valid, test = datasets(job)
+    train, valid, test = datasets(job) if make_datasets is None else own_datasets(job, *make_datasets(job))
     metrics = comm.together(partial(metrics_writer, job))
     logger.info("%s", config.describe())
     logger.info("%s", describe_start(job))
-    if train is not None:
+    if train is not None and make_datasets is None:
         warn_of_other_data(job, train.corpora, train.shuffled_epochs)
     if job.iteration < flags.train_iters:
         if train is None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megazero.checkpoint.commands.export import export_huggingface
 from megazero.checkpoint.reader import Reader
-from megazero.inference import InferenceConfig, open_checkpoint
+from megazero.inference import InferenceConfig, load_model, open_checkpoint
+from megazero.job_batches import Epochs, own_datasets
 from tests.ranks import run_script
-from tests.tiny import TINY_MODEL, logged
+from tests.tiny import ROOT, TINY_MODEL, logged, run_job
 
 SCRIPT = """
 import pretrain_gpt2
@@ -49,6 +52,15 @@ def forward_step(job, iterator):
 
 run_script(pretrain_gpt2.check, lambda checked: pretrain(*checked, make_model, forward_step))
 """
+
+
+ROWS = [
+    {"prompt": "the ranks of a group ", "response": "share one bucket"},
+    {"prompt": "and each rank\n", "response": "keeps its shard\nuntil the next gather"},
+    {"prompt": "the", "response": " next gather"},
+    {"prompt": "one bucket", "response": " and" * 40},
+    *({"prompt": f"bucket {i}:", "response": " the ranks" * i} for i in range(1, 5)),
+]
 
 
 JOBS_BATCH = "pretrain_gpt2.get_batch(iterator, job)"
@@ -145,3 +157,50 @@ def test_a_continued_run_has_the_buffers_that_no_checkpoint_has_and_its_place_in
         train(corpus, parts, "--save", str(parts), "--load", str(parts), *constant, iters, batch=batch)
     losses = [[line["loss"] for line in logged(folder)] for folder in (whole, parts)]
     assert losses[0] == losses[1] and len(losses[0]) == 4
+
+
+def test_own_samples_come_once_an_epoch_in_orders_that_no_length_of_the_run_changes():
+    short, long = (Epochs("abcdefgh", number, seed=1) for number in (10, 24))
+    epochs = ["".join(long[i] for i in range(first, first + 8)) for first in (0, 8, 16)]
+    assert ["".join(sorted(epoch)) for epoch in epochs] == ["abcdefgh"] * 3 and len(set(epochs)) == 3
+    assert [short[i] for i in range(len(short))] == [*epochs[0], *epochs[1][:2]]
+
+
+def test_no_sample_of_ones_own_is_refused(one_rank):
+    job = SimpleNamespace(config=SimpleNamespace(training=None))
+    with pytest.raises(ValueError, match="make_datasets returned no sample: code"):
+        own_datasets(job, ["a"], {"web": ["b"], "code": []})
+
+
+def test_the_finetuning_example_trains_and_evaluates_on_the_responses_alone(own_world, corpus, tmp_path):
+    base, tuned, parts = (str(tmp_path / name) for name in ("base", "tuned", "parts"))
+    (rows := tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n\n" for row in ROWS))
+    run_job([*TINY_MODEL, *corpus, "--train-iters", "1", "--save", base], 1)
+
+    def tune(save: str, iters: int, *more: str) -> str:
+        data = ["--train-data", str(rows), "--valid-data", str(rows), *corpus[2:4], "--eval-iters", "2"]
+        flags = [*TINY_MODEL, *data, "--calculate-per-token-loss", "--log-interval", "1", "--train-iters", str(iters)]
+        script = str(ROOT / "examples" / "finetune_gpt2.py")
+        done = run_script(2, script, [*flags, "--lr-decay-style", "constant", "--save", save, *more])
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    all_rows = ("--model-parallel-size", "2", "--eval-iters", "4")  # once each, as one epoch has them
+    tune(str(tmp_path / "still"), 1, "--load", base, "--finetune", "--lr", "0", *all_rows)
+    trained = open_checkpoint(InferenceConfig(load=base))
+    model, _ = load_model(InferenceConfig(load=base), trained)
+    losses = []
+    for row in ROWS:
+        prompt, response = (trained.tokenizer.encode(row[key]) for key in ("prompt", "response"))
+        ids = torch.tensor([[*prompt, *response, trained.tokenizer.eod]])[:, :33]
+        losses += model(ids[:, :-1], targets=ids[:, 1:])[0, len(prompt) - 1 :].tolist()
+    (evaluated,) = [line["loss"] for line in logged(tmp_path / "still") if line["section"] == "valid"]
+    assert evaluated == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+    tune(tuned, 8, "--load", base, "--finetune", "--lr", "1e-2")
+    tune(parts, 3, "--load", base, "--finetune", "--lr", "1e-2")
+    tune(parts, 8, "--load", parts, "--lr", "1e-2")
+    whole, continued = (
+        [line["loss"] for line in logged(Path(save)) if line["section"] == "train"] for save in (tuned, parts)
+    )
+    assert whole == continued and whole[-1] < 0.8 * whole[0]
