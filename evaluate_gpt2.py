@@ -7,31 +7,63 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from megazero.arguments import load_components
 from megazero.comm import told_world
 from megazero.data.corpora import Corpus, indexed_prefix
 from megazero.data.sources import Sources
-from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.evaluation import check_stride, ending_accuracy, last_word_accuracy, sliding_window_perplexity
 from megazero.inference import InferenceConfig, Trained, load_model, open_checkpoint
 from megazero.logging import counted, table
+from megazero.metrics import json_line
+from megazero.model.gpt2 import GPT2Model
+from megazero.mpu.groups import ParallelGroups
 from megazero.option import check_options, option
-from megazero.texts import has_lines_of_json, load_questions, load_texts, read_text, wikitext_detokenize, word_count
+from megazero.texts import (
+    Question,
+    has_lines_of_json,
+    load_questions,
+    load_texts,
+    read_text,
+    wikitext_detokenize,
+    word_count,
+)
 
 logger = logging.getLogger("megazero.evaluate")
 
 _OF_LINES = ("lambada", "hellaswag")  # tasks whose data are JSON lines
+
+
+class Data(NamedTuple):
+    """A text, or tokens, to evaluate on."""
+
+    name: str  # "" where none is given
+    path: str
+
+    @classmethod
+    def of(cls, entry: str) -> Data:
+        """What an entry "PATH" or "NAME=PATH" names. As in the training job, a path that looks like a name is written ./a=b."""
+        name, sign, path = entry.partition("=")
+        return cls(name, path) if sign and "/" not in name else cls("", entry)
+
+    @property
+    def tokens(self) -> Path | None:
+        """The prefix of the tokens; None of a text."""
+        path = Path(self.path)
+        is_text = path.is_file() and path.suffix not in (".bin", ".idx")
+        return None if is_text else indexed_prefix(path)
 
 
 @dataclass(frozen=True)
@@ -44,11 +76,12 @@ class EvaluationConfig:
         "lines, or how often the right one of HellaSwag's endings is the likeliest",
         choices=("perplexity", "wikitext", *_OF_LINES),
     )
-    valid_data: str | None = option(
+    valid_data: list[str] | None = option(
         None,
-        "text file to evaluate on; for lambada and hellaswag, a file of JSON lines; for perplexity also the prefix of .bin/.idx "
-        "files",
+        "text files to evaluate on, one after the other; for lambada and hellaswag, files of JSON lines; for perplexity also "
+        "prefixes of .bin/.idx files; each may have a name before it: web=FILE",
     )
+    output: str | None = option(None, "file to which each result is appended, as a line of JSON")
     text_key: str = option("text", "key of the text in each JSON line, for lambada")
     overlapping_eval: int | None = option(
         None,
@@ -67,21 +100,19 @@ class EvaluationConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.valid_data is None:
-            raise ValueError("--valid-data is missing: name the file to evaluate on.")
-        if not Path(self.valid_data).is_file() and self.tokens is None:
-            raise ValueError(f"--valid-data {self.valid_data}: there is no such file.")
-        if self.tokens is not None and self.task != "perplexity":
-            raise ValueError(f"--valid-data {self.valid_data} names tokens, and --task {self.task} needs the text.")
         check_options(self)
+        if not self.valid_data:
+            raise ValueError("--valid-data is missing: name the file to evaluate on.")
+        for data in self.sets:
+            if not Path(data.path).is_file() and data.tokens is None:
+                raise ValueError(f"--valid-data {data.path}: there is no such file.")
+            if data.tokens is not None and self.task != "perplexity":
+                raise ValueError(f"--valid-data {data.path} names tokens, and --task {self.task} needs the text.")
 
     @property
-    def tokens(self) -> Path | None:
-        """The prefix of the tokens that --valid-data names; None if it names a text."""
-        assert self.valid_data is not None
-        path = Path(self.valid_data)
-        is_text = path.is_file() and path.suffix not in (".bin", ".idx")
-        return None if is_text else indexed_prefix(path)
+    def sets(self) -> list[Data]:
+        """What --valid-data names."""
+        return [Data.of(entry) for entry in self.valid_data or ()]
 
     def window(self, trained: Trained) -> int:
         """Tokens per window. An imported checkpoint does not record its training job's, so the window is all positions."""
@@ -93,57 +124,67 @@ class EvaluationConfig:
 
 
 Checked = tuple[InferenceConfig, EvaluationConfig, Trained]
-Rows = list[tuple[str, str]]
+Stream = tuple[npt.NDArray[np.integer], int | None]  # tokens, and how many words they are; None if that is unknown
+Result = tuple[dict[str, Any], list[tuple[str, str]]]  # numbers by name, and the rows of a table
 
 
 def check(world_size: int) -> Checked:
     """The configuration and the checkpoint, after all checks that need no communication."""
     config, task = load_components((InferenceConfig, EvaluationConfig), "Evaluate a checkpoint.")
     config.check_world(world_size)
-    assert task.valid_data is not None
-    if task.task not in _OF_LINES and task.tokens is None and has_lines_of_json(task.valid_data):
-        raise ValueError(
-            f"--valid-data {task.valid_data} holds JSON lines, whose keys and escapes would count as text. Write the texts alone "
-            "into a file; or tokenize them by data_tools/preprocess_data.py --append-eod, and give the prefix of the tokens."
-        )
+    for data in task.sets:
+        if task.task not in _OF_LINES and data.tokens is None and has_lines_of_json(data.path):
+            raise ValueError(
+                f"--valid-data {data.path} holds JSON lines, whose keys and escapes would count as text. Write the texts alone "
+                "into a file; or tokenize them by data_tools/preprocess_data.py --append-eod, and give the prefix of the tokens."
+            )
     trained = open_checkpoint(config)
     window = task.window(trained)
     trained.model.check_sequence(window)
     if task.task not in _OF_LINES:
         check_stride(task.stride(window), window)
+    if task.output:
+        open(task.output, "a").close()  # where it cannot be written, this fails now
     return config, task, trained
 
 
 def main(checked: Checked) -> None:
-    """Prints the checkpoint's result on the task."""
-    task = checked[1]
-    rows = {"lambada": last_words, "hellaswag": endings}.get(task.task, perplexity)(*checked)
-    logger.info("%s", table(f"{task.task} of {task.valid_data}", rows))
-
-
-def last_words(config: InferenceConfig, task: EvaluationConfig, trained: Trained) -> Rows:
-    """The rows of LAMBADA's result."""
-    assert task.valid_data is not None
-    texts = load_texts(task.valid_data, task.text_key)
+    """Prints the checkpoint's result on each set of the task's data."""
+    config, task, trained = checked
+    read, evaluate = _TASKS[task.task]
+    contents = [read(task, data, trained) for data in task.sets]
     model, groups = load_model(config, trained)
-    assert model.config.vocab_size is not None
+    for data, content in zip(task.sets, contents, strict=True):
+        numbers, rows = evaluate(task, trained, model, groups, content)
+        logger.info("%s", table(f"{task.task} of {data.name or data.path}", rows))
+        if task.output and torch.distributed.get_rank() == 0:
+            checkpoint = {"checkpoint": str(trained.reader.path.parent), "tag": trained.reader.path.name}
+            what = {"task": task.task, "set": data.name, "data": data.path}
+            with open(task.output, "a") as file:
+                file.write(json_line({**checkpoint, **what, **numbers}))
+
+
+def last_words(
+    task: EvaluationConfig, trained: Trained, model: GPT2Model, groups: ParallelGroups, texts: list[str]
+) -> Result:
+    """LAMBADA's result."""
     result = last_word_accuracy(
         model,
         texts,
         trained.tokenizer,
         seq_length=task.window(trained),
         batch_size=task.batch_size,
-        vocab_size=model.config.vocab_size,
+        vocab_size=model.config.require_vocab_size(),
         groups=groups,
     )
-    return [("last words", f"{result.correct} of {result.total}"), ("accuracy", f"{result.accuracy:.4f}")]
+    numbers = {**asdict(result), "accuracy": result.accuracy}
+    return numbers, [("last words", f"{result.correct} of {result.total}"), ("accuracy", f"{result.accuracy:.4f}")]
 
 
-def endings(config: InferenceConfig, task: EvaluationConfig, trained: Trained) -> Rows:
-    """The rows of HellaSwag's result."""
-    assert task.valid_data is not None
-    questions = load_questions(task.valid_data)
-    model, groups = load_model(config, trained)
+def endings(
+    task: EvaluationConfig, trained: Trained, model: GPT2Model, groups: ParallelGroups, questions: list[Question]
+) -> Result:
+    """HellaSwag's result."""
     result = ending_accuracy(
         model,
         questions,
@@ -152,17 +193,18 @@ def endings(config: InferenceConfig, task: EvaluationConfig, trained: Trained) -
         batch_size=task.batch_size,
         groups=groups,
     )
-    return [
+    return asdict(result), [
         ("questions", f"{result.total:,}"),
         ("accuracy", f"{result.accuracy:.4f} by the loss of the whole ending"),
         ("normalized accuracy", f"{result.accuracy_per_token:.4f} by the loss per token"),
     ]
 
 
-def perplexity(config: InferenceConfig, task: EvaluationConfig, trained: Trained) -> Rows:
-    """The rows of the result on a text."""
-    tokens, words = read_stream(task, trained.tokenizer)
-    model, groups = load_model(config, trained)
+def perplexity(
+    task: EvaluationConfig, trained: Trained, model: GPT2Model, groups: ParallelGroups, stream: Stream
+) -> Result:
+    """The result on a text."""
+    tokens, words = stream
     seq_length = task.window(trained)
     result = sliding_window_perplexity(
         model,
@@ -174,38 +216,45 @@ def perplexity(config: InferenceConfig, task: EvaluationConfig, trained: Trained
         original_word_count=words,
     )
     number = "" if words is None else f", {words:,} word{'s' * (words != 1)}"
-    rows = [
-        ("tokens", f"{result.tokens:,}{number}"),
-        ("loss", f"{result.loss:.4f} nats per token"),
-        ("perplexity", f"{result.ppl:.3f} per token"),
-    ]
     per_word = "unknown: tokens do not say which words they are of"
     if result.adjusted_ppl is not None:
         per_word = f"{result.adjusted_ppl:.3f} per word, comparable between tokenizers"
-    return [*rows, ("adjusted perplexity", per_word)]
+    return {**asdict(result), "words": words}, [
+        ("tokens", f"{result.tokens:,}{number}"),
+        ("loss", f"{result.loss:.4f} nats per token"),
+        ("perplexity", f"{result.ppl:.3f} per token"),
+        ("adjusted perplexity", per_word),
+    ]
 
 
-def read_stream(task: EvaluationConfig, tokenizer: Tokenizer) -> tuple[Sequence[int] | Tensor, int | None]:
-    """The tokens to predict, and the number of words in them; None if it is unknown.
+def read_stream(task: EvaluationConfig, data: Data, trained: Trained) -> Stream:
+    """The tokens to predict, and the number of words in them.
 
     Raises:
         ValueError: there are too few, or they are of another vocabulary.
     """
-    assert task.valid_data is not None
-    if task.tokens is not None:
+    if data.tokens is not None:
         rank, _ = told_world()  # the first one warns, and takes the cache's checksums
-        corpus = Sources(tokenizer, task.text_key, None, rank, rank).open(Corpus(task.tokens, is_indexed=True))
-        return torch.as_tensor(corpus.read(0, corpus.num_tokens), dtype=torch.int64), None
-    text, is_wikitext = read_text(task.valid_data, "--valid-data"), task.task == "wikitext"
+        corpus = Corpus(data.tokens, is_indexed=True)
+        return Sources(trained.tokenizer, task.text_key, None, rank, rank).open(corpus).tokens, None
+    text, is_wikitext = read_text(data.path, "--valid-data"), task.task == "wikitext"
     words = word_count(text, is_wikitext)
-    tokens = tokenizer.encode(wikitext_detokenize(text) if is_wikitext else text)
+    tokens = trained.tokenizer.encode_array(wikitext_detokenize(text) if is_wikitext else text)
     if len(tokens) < 2 or not words:
         found = f"{counted(len(tokens), 'token')} and {counted(words, 'word')}"
         raise ValueError(
-            f"--valid-data {task.valid_data} has {found}; the first token is not predicted, and the result is also given per "
-            "word: give a longer text."
+            f"--valid-data {data.path} has {found}; the first token is not predicted, and the result is also given per word: "
+            "give a longer text."
         )
     return tokens, words
+
+
+_TASKS: dict[str, tuple[Callable[..., Any], Callable[..., Result]]] = {  # how data are read, and evaluated
+    "perplexity": (read_stream, perplexity),
+    "wikitext": (read_stream, perplexity),
+    "lambada": (lambda task, data, _: load_texts(data.path, task.text_key), last_words),
+    "hellaswag": (lambda task, data, _: load_questions(data.path), endings),
+}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -55,7 +57,7 @@ class EndingAccuracy:
 @torch.no_grad()
 def sliding_window_perplexity(
     model: nn.Module,
-    tokens: Sequence[int] | Tensor,
+    tokens: Sequence[int] | npt.NDArray[np.integer] | Tensor,
     *,
     seq_length: int,
     overlapping_eval: int,
@@ -72,37 +74,39 @@ def sliding_window_perplexity(
     Args:
         model: called as `model(tokens, targets=targets)`, both [b, s] on this process's device; returns the loss of each token
             [b, s] in nats.
-        tokens: the whole stream, 1-D.
+        tokens: the whole stream, 1-D; of a mapped array a window at a time is read.
         batch_size: windows per forward pass and rank.
         original_word_count: words of the text before any detokenization (`word_count`), for `adjusted_ppl`; None if unknown.
 
     Raises:
         ValueError: there are fewer than two tokens, or the stride is outside [1, seq_length].
     """
-    stream = torch.as_tensor(tokens, dtype=torch.int64)
-    if stream.numel() < 2:
+    stream = tokens.cpu().numpy() if isinstance(tokens, Tensor) else np.asarray(tokens)
+    targets = len(stream) - 1
+    if targets < 1:
         raise ValueError(
-            f"the text has {counted(stream.numel(), 'token')}; perplexity needs at least 2 (the first is not predicted)."
+            f"the text has {counted(len(stream), 'token')}; perplexity needs at least 2 (the first is not predicted)."
         )
-    length = min(seq_length, stream.numel() - 1)
-    starts, counts = sliding_windows(stream.numel() - 1, seq_length, overlapping_eval)
+    length = min(seq_length, targets)
+    starts, counts = sliding_windows(targets, seq_length, overlapping_eval)
     device = comm.local_device()
     place = torch.arange(length + 1)
     nats = torch.zeros((), dtype=torch.float64, device=device)
     with in_mode(model, training=False):
         for rows, is_real in _share(len(starts), batch_size, groups):
-            window = stream[starts[rows, None] + place].to(device)  # [b, length + 1]
+            window = stream[(starts[rows, None] + place).numpy()]  # [b, length + 1], of the stream's integers
+            window = torch.from_numpy(window.astype(np.int64)).to(device)
             # [b, length]: the last counts[i] places
             scored = place[:length] >= length - (counts[rows] * is_real)[:, None]
             loss = model(window[:, :-1].contiguous(), targets=window[:, 1:].contiguous())
             nats += (loss.double() * scored.to(device)).sum()
     total = comm.all_reduced(nats, groups.data).item()
-    loss_per_token = total / (stream.numel() - 1)
+    loss_per_token = total / targets
     return Perplexity(
         loss=loss_per_token,
         ppl=perplexity(loss_per_token),
         adjusted_ppl=perplexity(total / original_word_count) if original_word_count else None,
-        tokens=stream.numel() - 1,
+        tokens=targets,
     )
 
 

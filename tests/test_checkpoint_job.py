@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -434,8 +435,10 @@ def test_json_lines_are_the_data_of_tasks_that_ask_questions(whole, tmp_path, ta
         "--model-parallel-size",
         "2",
     ]
-    done = run_script(2, "evaluate_gpt2.py", flags)
+    done = run_script(2, "evaluate_gpt2.py", [*flags, "--output", str(tmp_path / "results")])
     assert done.returncode == 0 and re.search(expected, done.stdout, re.DOTALL), done.stdout
+    (result,) = map(json.loads, (tmp_path / "results").read_text().splitlines())
+    assert result["total"] == 2 and f"{result['accuracy']:.4f}" in done.stdout
 
 
 def test_tokens_have_the_perplexity_of_their_text(own_world, corpus, whole, tmp_path, monkeypatch):
@@ -448,19 +451,26 @@ def test_tokens_have_the_perplexity_of_their_text(own_world, corpus, whole, tmp_
             writer.add_document([*ids[50:-1], last])
 
     def checked(data, *more):
-        given = ["--load", str(whole), "--valid-data", str(tmp_path / data), "--overlapping-eval", "8", *more]
+        given = ["--load", str(whole), "--overlapping-eval", "8", "--valid-data", str(tmp_path / data), *more]
         monkeypatch.setattr("sys.argv", ["evaluate_gpt2.py", *given])
         return evaluate_gpt2.check(1)
 
     with pytest.raises(ValueError, match="wrong_text_document.bin holds token ids from .* to 300, but"):
-        evaluate_gpt2.perplexity(*checked("wrong"))
+        evaluate_gpt2.main(checked("wrong"))
     with pytest.raises(ValueError, match="--valid-data .*ids names tokens, and --task lambada needs the text"):
         checked("ids", "--task", "lambada")
-    loaded = load_model(*checked("text")[::2])
-    monkeypatch.setattr(evaluate_gpt2, "load_model", lambda *_: loaded)
-    of_text, of_tokens = (evaluate_gpt2.perplexity(*checked(data)) for data in ("text", "ids_text_document.bin"))
-    assert of_tokens[1:3] == of_text[1:3] and of_tokens[0][1] == f"{len(ids) - 1:,}"
-    assert "unknown" in of_tokens[3][1]
+    with pytest.raises(FileNotFoundError, match="no_folder"):
+        checked("ids", "--output", str(tmp_path / "no_folder" / "results"))
+    monkeypatch.setattr(inference, "leave_out_cudnn_attention", lambda: None)
+    results = tmp_path / "results.jsonl"
+    evaluate_gpt2.main(checked("text", f"own={tmp_path}/ids_text_document.bin", "--output", str(results)))
+    of_text, of_tokens = map(json.loads, results.read_text().splitlines())
+    same = {"checkpoint": str(whole), "tag": "global_step12", "task": "perplexity", "tokens": len(ids) - 1}
+    for found, name in ((of_text, ""), (of_tokens, "own")):
+        assert found.items() >= {**same, "set": name, "loss": of_text["loss"]}.items()
+        assert found["ppl"] == math.exp(found["loss"])
+    assert of_text["words"] == len(text.split()) and of_text["adjusted_ppl"] > 1
+    assert of_tokens["words"] is of_tokens["adjusted_ppl"] is None
 
 
 @pytest.mark.parametrize("task", ["perplexity", "wikitext"])

@@ -335,13 +335,13 @@ def test_a_checkpoint_in_the_place_of_its_directory_is_told_how_to_be_named(tmp_
 
 def test_the_window_is_the_flags_the_jobs_or_all_positions():
     imported, trained = (SimpleNamespace(client=client, model=CONFIG) for client in ({}, {"seq_length": 5}))
-    assert EvaluationConfig(valid_data=__file__).window(imported) == CONFIG.max_position_embeddings
-    assert EvaluationConfig(valid_data=__file__).window(trained) == 5
-    assert EvaluationConfig(valid_data=__file__, seq_length=3).window(trained) == 3
+    assert EvaluationConfig(valid_data=[__file__]).window(imported) == CONFIG.max_position_embeddings
+    assert EvaluationConfig(valid_data=[__file__]).window(trained) == 5
+    assert EvaluationConfig(valid_data=[__file__], seq_length=3).window(trained) == 3
     with pytest.raises(ValueError, match="--seq-length must be at least 1, got 0"):
-        EvaluationConfig(valid_data=__file__, seq_length=0)
+        EvaluationConfig(valid_data=[__file__], seq_length=0)
     with pytest.raises(ValueError, match="--valid-data no_such_file: there is no such file"):
-        EvaluationConfig(valid_data="no_such_file")
+        EvaluationConfig(valid_data=[__file__, "web=no_such_file"])
 
 
 def test_wrong_samples_are_refused_before_a_model_is_loaded(tmp_path):

@@ -132,6 +132,7 @@ class IndexedDataset:
         sizes: [sequences] int32, length of each sequence in tokens.
         doc_idx: [documents + 1] int64, where each document starts, counted in sequences.
         dtype: dtype of the stored tokens.
+        tokens: [num_tokens], all of them, read-only and mapped: of the file no more is read than is looked at.
 
     Raises:
         FileNotFoundError: one of the two files is missing.
@@ -153,7 +154,7 @@ class IndexedDataset:
             self.fingerprint = fingerprint
         self.num_tokens = int(self.sizes.sum(dtype=np.int64))
         self._check_size()
-        self._tokens = mapped_array(self.bin_path, self.dtype)
+        self.tokens = mapped_array(self.bin_path, self.dtype)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -171,7 +172,7 @@ class IndexedDataset:
                 f"{self.prefix}: sequence {i} has {size} tokens, asked for {length} from token {offset} on"
             )
         start = int(self._pointers[i]) // self.dtype.itemsize + offset
-        return self._tokens[start : start + length]
+        return self.tokens[start : start + length]
 
     def token_starts(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """[n] int64, the place in the .bin, in tokens, where each of these sequences begins; where `len(self)` would, its end."""
