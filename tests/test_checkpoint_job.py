@@ -517,7 +517,11 @@ def test_the_pages_lines_read_two_models_and_leave_random_streams_alone(own_worl
     names, before = {}, torch.get_rng_state()
     exec(compile(re.sub(r"checkpoints/run\d", str(whole), code), "docs/training.md", "exec"), names)
     tokens, losses = names["tokens"], names["losses"]
-    assert losses.shape == (1, tokens.numel() - 1) and len(names["widths"]) == 1
+    assert losses.shape == (1, tokens.numel() - 1) and len(names["widths"]) == 3, "with logits and bits"
+    of_logits = torch.nn.functional.cross_entropy(names["logits"][0, :-1], tokens[0, 1:], reduction="none")
+    torch.testing.assert_close(of_logits[None], losses)
+    first = names["model"](torch.tensor([names["text"][:-1]]), targets=torch.tensor([names["text"][1:]]))
+    assert names["bits"] * math.log(2) == pytest.approx(first.sum().item())
     assert torch.equal(names["other"](tokens[:, :-1], targets=tokens[:, 1:]), losses)
     assert torch.equal(torch.get_rng_state(), before)
 
