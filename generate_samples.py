@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import torch
+
+from megazero import comm
 from megazero.arguments import load_components
+from megazero.data.corpora import is_json
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.inference import InferenceConfig, Trained, load_model, open_checkpoint
+from megazero.metrics import json_line
 from megazero.model.generation import check_sampling, generate
+from megazero.model.gpt2 import GPT2Model
 from megazero.option import check_options, option
-from megazero.texts import read_text
+from megazero.texts import load_texts, read_text
 
 logger = logging.getLogger("megazero.generate")
 
@@ -28,7 +35,16 @@ class SampleConfig:
     """What to generate."""
 
     prompt: list[str] | None = option(None, "texts to continue (default: start from the end-of-text token)")
-    sample_input_file: str | None = option(None, "file of texts to continue, one per line")
+    sample_input_file: str | None = option(
+        None, 'file of texts to continue, one per line; of a file of JSON lines (.jsonl): {"prompt": "..."}'
+    )
+    output: str | None = option(
+        None,
+        "file to which each continuation is appended, as a line of JSON: prompt, text, tokens, and the log-probability that "
+        "the model gives each token",
+        aliases=("--sample-output-file", "--genfile"),
+    )
+    stop: list[str] | None = option(None, "texts before the first of which a continuation ends")
     num_samples: int = option(1, "continuations of each prompt", at_least=1)
     out_seq_length: int = option(256, "maximum number of new tokens", at_least=1)
     batch_size: int = option(8, "continuations that are computed together; samples depend on it", at_least=1)
@@ -50,12 +66,16 @@ class SampleConfig:
         if self.sample_input_file and (not (path := Path(self.sample_input_file)).exists() or path.is_dir()):
             raise ValueError(f"--sample-input-file {self.sample_input_file}: there is no such file.")
         check_options(self)
+        if "" in (self.stop or ()):
+            raise ValueError("--stop has an empty text, before which every continuation would end. Drop it.")
         check_sampling(self.temperature, self.top_k, self.top_p)
 
     def prompts(self) -> list[str]:
         """The texts to continue, each repeated --num-samples times."""
         texts = self.prompt or [""]
-        if self.sample_input_file:
+        if self.sample_input_file and is_json(Path(self.sample_input_file)):
+            texts = load_texts(self.sample_input_file, "prompt")
+        elif self.sample_input_file:
             # not by splitlines(), which also divides at form feeds and Unicode's separators
             content = read_text(self.sample_input_file, "--sample-input-file").removesuffix("\n")
             texts = content.split("\n") if content else []
@@ -103,6 +123,8 @@ def check(world_size: int) -> Request:
                 f"The prompt {text[:40]!r}... has {len(prompt)} tokens, and the model {positions} positions "
                 f"(--max-position-embeddings of the training job). Shorten it to {positions - 1}, so that one more fits."
             )
+    if sampling.output:
+        open(sampling.output, "a").close()  # where it cannot be written, this fails now
     new_tokens = [min(sampling.out_seq_length, positions - len(prompt)) for prompt in prompts]
     return Request(config, sampling, trained, texts, prompts, new_tokens)
 
@@ -122,10 +144,41 @@ def main(request: Request) -> None:
             top_p=sampling.top_p,
             eod=tokenizer.eod,
             seed=(sampling.seed + batch.start) % 2**64,  # another one for each batch, whose rows would draw alike
+            is_over=partial(has_stop, tokenizer, sampling.stop, prompts) if sampling.stop else None,
         )
         for text, prompt, output in zip(request.texts[batch], prompts, outputs, strict=True):
+            more = before_stops(continuation(tokenizer, prompt, output), sampling.stop or ())
             logger.info("%s", "-" * 80)
-            logger.info("%s", text + continuation(tokenizer, prompt, output))
+            logger.info("%s", text + more)
+            if sampling.output:
+                sample = {"prompt": text, "text": more, "tokens": output}
+                sample["log_probs"] = log_probabilities(model, prompt, output)
+                if torch.distributed.get_rank() == 0:
+                    with open(sampling.output, "a") as file:
+                        file.write(json_line(sample))
+
+
+def has_stop(tokenizer: Tokenizer, stops: Sequence[str], prompts: list[list[int]], row: int, output: list[int]) -> bool:
+    """Whether one of the texts is in the continuation `output`. Asked after each token: one that ends in the last is near it."""
+    longest = max(len(stop.encode()) for stop in stops)  # in tokens, each of a byte at least
+    last = [*prompts[row][-1:], *output[-longest - 1 :]][-longest - 1 :]
+    end = continuation(tokenizer, last[:1], last[1:])
+    return any(stop in end for stop in stops)
+
+
+def before_stops(text: str, stops: Sequence[str]) -> str:
+    """`text` up to the first of the stops in it."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+
+
+@torch.no_grad()
+def log_probabilities(model: GPT2Model, prompt: list[int], output: list[int]) -> list[float]:
+    """Of each token of `output`, by the model itself: without temperature, top-k and top-p."""
+    if not output:
+        return []
+    tokens = torch.tensor([prompt + output], device=comm.local_device())
+    losses = model(tokens[:, :-1], targets=tokens[:, 1:])
+    return (-losses[0, len(prompt) - 1 :]).tolist()
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], output: list[int]) -> str:

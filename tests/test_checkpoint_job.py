@@ -402,6 +402,44 @@ def test_continuations_are_computed_in_batches_and_a_long_prompt_cuts_no_other(w
     assert len({seed for _, _, seed in drawn}) == len(drawn), "batches would draw the same samples"
 
 
+def test_json_lines_of_prompts_become_lines_with_tokens_and_their_probabilities(
+    own_world, whole, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(inference, "leave_out_cudnn_attention", lambda: None)
+    prompts = ["the ranks\nof a group", "", "each rank keeps"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    model = []
+
+    def load_once(*given):
+        model[:] = model or load_model(*given)
+        return model
+
+    def samples(name, *flags):
+        given = ["--load", str(whole), "--sample-input-file", str(tmp_path / "in.jsonl"), "--out-seq-length", "12"]
+        monkeypatch.setattr("sys.argv", ["generate_samples.py", *given, "--output", str(tmp_path / name), *flags])
+        monkeypatch.setattr(generate_samples, "load_model", load_once)
+        request = generate_samples.check(1)
+        generate_samples.main(request)
+        return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()], request.trained.tokenizer
+
+    free, tokenizer = samples("free", "--temperature", "0")
+    assert [sample["prompt"] for sample in free] == prompts
+    for sample in free:
+        before, own = tokenizer.encode(sample["prompt"]) or [tokenizer.eod], sample["tokens"]
+        logits = model[0](torch.tensor([before + own]))[0, len(before) - 1 : -1, : tokenizer.vocab_size]
+        of_own = logits.log_softmax(-1).gather(1, torch.tensor(own)[:, None])[:, 0]
+        assert sample["text"] == tokenizer.decode(own)
+        assert sample["log_probs"] == pytest.approx(of_own.tolist(), rel=1e-4)
+
+    stop = free[0]["text"][9:12]
+    for sample, longer in zip(samples("stopped", "--temperature", "0", "--stop", "never", stop)[0], free, strict=True):
+        text, rest, own = *longer["text"].partition(stop)[:2], sample["tokens"]
+        assert sample["text"] == text and own == longer["tokens"][: len(own)] and len(sample["log_probs"]) == len(own)
+        if rest:
+            assert stop in tokenizer.decode(own) and stop not in tokenizer.decode(own[:-1])
+    assert len(samples("stopped", "--stop", "never")[0]) == 6, "appended"
+
+
 @pytest.mark.parametrize(
     "text, found", [("", "0 tokens and 0 words"), ("t", "1 token and 1 word"), ("\n \n\n", r"\d+ tokens and 0 words")]
 )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evaluate_gpt2 import EvaluationConfig
-from generate_samples import SampleConfig, continuation
+from generate_samples import SampleConfig, continuation, has_stop
 from megazero import evaluation, inference, mpu
 from megazero.arguments import load_components
 from megazero.data.tokenizer import build_tokenizer
@@ -348,6 +348,8 @@ def test_wrong_samples_are_refused_before_a_model_is_loaded(tmp_path):
     (tmp_path / "prompts").touch()
     with pytest.raises(ValueError, match="prompts is empty: write one prompt a line"):
         SampleConfig(sample_input_file=str(tmp_path / "prompts")).prompts()
+    with pytest.raises(ValueError, match="--stop has an empty text"):
+        SampleConfig(stop=[".", ""])
     with pytest.raises(ValueError, match="--temperature is -1"):
         SampleConfig(temperature=-1)
     with pytest.raises(ValueError, match="--seed must be at most"):
@@ -394,6 +396,10 @@ def test_a_continuation_keeps_the_space_that_it_begins_with(tmp_path):
     assert whole[: len(prompt)] == prompt
     assert continuation(tokenizer, prompt, whole[len(prompt) :]) == " of"
     assert continuation(tokenizer, [tokenizer.eod], prompt) == "the ranks"
+    output = whole[len(prompt) :]
+    ends = [has_stop(tokenizer, ["x", " of"], [prompt], 0, output[: i + 1]) for i in range(len(output))]
+    assert ends == [False] * (len(output) - 1) + [True]
+    assert not has_stop(tokenizer, [" the"], [[tokenizer.eod]], 0, prompt)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -61,8 +61,9 @@ def generate(
     top_p: float = 0.0,
     eod: int | None = None,
     seed: int = 1234,
+    is_over: Callable[[int, list[int]], bool] | None = None,
 ) -> list[list[int]]:
-    """Continuations of `prompts`, without the prompts, each ended before its first `eod`.
+    """Continuations of `prompts`, without the prompts, each ended before its first `eod`, or when it `is_over`.
 
     All ranks of the model-parallel group call it with the same arguments and get the same result: the group's first rank draws,
     the others are told. The prompts, of any lengths, are read in one pass; each further pass computes one token per row.
@@ -73,6 +74,7 @@ def generate(
         temperature: divides the logits; 0 always takes the likeliest token.
         top_k, top_p: see `filter_logits`.
         seed: of the draws. Nothing else depends on it, and the default random streams are left alone.
+        is_over: whether a continuation ends with its last token; asked after each, with the number of its prompt.
 
     Raises:
         ValueError: an empty prompt, a prompt that with `max_new_tokens` does not fit the model's positions, or a sampling option
@@ -98,6 +100,8 @@ def generate(
     generator = torch.Generator(device).manual_seed(seed)
     finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     steps: list[Tensor] = []
+    going: dict[int, list[int]] = {} if is_over is None else {row: [] for row in range(len(prompts))}
+    ends: dict[int, int] = {}  # of rows that are over
     with in_mode(model, training=False):
         logits = model(tokens, cache=cache, logit_index=lengths - 1)  # [b, 1, v/t]
         while True:
@@ -105,11 +109,18 @@ def generate(
             steps.append(drawn)
             if eod is not None:
                 finished |= drawn == eod
-            if len(steps) == max_new_tokens or (eod is not None and bool(finished.all())):
+            if is_over is not None:
+                for row, token in enumerate(drawn.tolist()):
+                    if row in going:
+                        going[row].append(token)
+                        if is_over(row, going[row]):
+                            finished[row], ends[row] = True, len(going.pop(row))
+            can_end = eod is not None or is_over is not None
+            if len(steps) == max_new_tokens or (can_end and bool(finished.all())):
                 break
             positions = lengths + len(steps) - 1
             logits = model(drawn[:, None], position_ids=positions[:, None], cache=cache)
-    rows = torch.stack(steps, dim=1).tolist()
+    rows = [row[: ends.get(i)] for i, row in enumerate(torch.stack(steps, dim=1).tolist())]
     return [row[: row.index(eod)] if eod in row else row for row in rows]
 
 

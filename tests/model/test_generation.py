@@ -93,6 +93,28 @@ def test_a_row_ends_before_its_first_end_token(one_rank_model):
     assert generate(model, PROMPTS, 8, temperature=0, eod=eod) == want
 
 
+def test_a_row_ends_with_the_token_after_which_it_is_over_or_before_its_end_token(one_rank_model):
+    model, plain = one_rank_model
+    free = [greedy(plain, prompt, 8) for prompt in PROMPTS]
+    last, eod = free[0][3], free[1][5]
+
+    def cut(row):
+        row = row[: row.index(last) + 1] if last in row else row
+        return row[: row.index(eod)] if eod in row else row
+
+    want = [cut(row) for row in free]
+    assert len(want[0]) <= 4
+    assert generate(model, PROMPTS, 8, temperature=0, eod=eod, is_over=lambda _, row: row[-1] == last) == want
+    calls = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert generate(model, PROMPTS, 8, temperature=0, is_over=lambda i, row: len(row) > i) == [
+        free[0][:1],
+        free[1][:2],
+        free[2][:3],
+    ]
+    assert len(calls) == 3
+
+
 def test_padding_of_the_vocabulary_is_never_drawn(one_rank_model):
     model, _ = one_rank_model
     assert model.word_embeddings.weight.size(0) > CONFIG.vocab_size
