@@ -27,7 +27,7 @@ from megazero.entry import run_script
 from megazero.evaluation import check_stride, ending_accuracy, last_word_accuracy, sliding_window_perplexity
 from megazero.inference import InferenceConfig, Trained, load_model, open_checkpoint
 from megazero.logging import counted, table
-from megazero.metrics import json_line
+from megazero.metrics import json_line, refuse_unwritable_output
 from megazero.model.gpt2 import GPT2Model
 from megazero.mpu.groups import ParallelGroups
 from megazero.option import check_options, option
@@ -143,8 +143,7 @@ def check(world_size: int) -> Checked:
     trained.model.check_sequence(window)
     if task.task not in _OF_LINES:
         check_stride(task.stride(window), window)
-    if task.output:
-        open(task.output, "a").close()  # where it cannot be written, this fails now
+    refuse_unwritable_output(task.output)
     return config, task, trained
 
 

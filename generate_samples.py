@@ -21,7 +21,7 @@ from megazero.data.corpora import is_json
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.inference import InferenceConfig, Trained, load_model, open_checkpoint
-from megazero.metrics import json_line
+from megazero.metrics import json_line, refuse_unwritable_output
 from megazero.model.generation import check_sampling, generate
 from megazero.model.gpt2 import GPT2Model
 from megazero.option import check_options, option
@@ -123,8 +123,7 @@ def check(world_size: int) -> Request:
                 f"The prompt {text[:40]!r}... has {len(prompt)} tokens, and the model {positions} positions "
                 f"(--max-position-embeddings of the training job). Shorten it to {positions - 1}, so that one more fits."
             )
-    if sampling.output:
-        open(sampling.output, "a").close()  # where it cannot be written, this fails now
+    refuse_unwritable_output(sampling.output)
     new_tokens = [min(sampling.out_seq_length, positions - len(prompt)) for prompt in prompts]
     return Request(config, sampling, trained, texts, prompts, new_tokens)
 

@@ -175,6 +175,15 @@ def json_line(line: dict[str, Any]) -> str:
     return json.dumps(known, allow_nan=False) + "\n"
 
 
+def refuse_unwritable_output(path: str | None) -> None:
+    """Makes the file of --output, if one is given, where there is none: what cannot be written fails before the work."""
+    try:
+        if path is not None:
+            open(path, "a").close()
+    except OSError as error:
+        raise OSError(f"--output {path} cannot be written: {error.strerror}") from error
+
+
 def _read(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file, with nan for null, up to one that is half-written or damaged; none where there is no file."""
     lines: list[dict[str, Any]] = []
