@@ -8,9 +8,7 @@ The flags are those of pretrain_gpt2.py, and those of the sizes as the base has 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,6 +21,7 @@ from megazero.data.build import build_tokenizer_from
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.job import Job
+from megazero.texts import load_rows
 from megazero.training import pretrain
 
 
@@ -31,8 +30,7 @@ class Answers:
 
     def __init__(self, files: Sequence[str], tokenizer: Tokenizer, seq_length: int) -> None:
         self.tokenizer, self.seq_length = tokenizer, seq_length
-        lines = [line for file in files for line in Path(file).read_text(encoding="utf-8").split("\n")]
-        self.rows = [json.loads(line) for line in lines if line.strip()]
+        self.rows = [row for file in files for row in load_rows(file, "prompt", "response")]
 
     def __len__(self) -> int:
         return len(self.rows)

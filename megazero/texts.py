@@ -45,7 +45,17 @@ def load_texts(path: str | Path, text_key: str = "text") -> list[str]:
         ValueError: a line is not a JSON object with a string under `text_key`, in which case the message names file and line; or
             there is no text.
     """
-    return _read_lines(path, f'{{"{text_key}": "..."}}', lambda line: read_object(line, text_key)[text_key])
+    return [row[text_key] for row in load_rows(path, text_key)]
+
+
+def load_rows(path: str | Path, *keys: str) -> list[dict[str, str]]:
+    """Of each object of a file of JSON lines, the texts under these keys.
+
+    Raises:
+        ValueError: as `load_texts`.
+    """
+    form = ", ".join(f'"{key}": "..."' for key in keys)
+    return _read_lines(path, f"{{{form}}}", lambda line: {key: read_object(line, key)[key] for key in keys})
 
 
 class Question(NamedTuple):

@@ -21,7 +21,7 @@ from megazero.inference import InferenceConfig, open_checkpoint, refuse_other_mo
 from megazero.metrics import perplexity
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
-from megazero.texts import Question, load_questions, load_texts, read_text, wikitext_detokenize, word_count
+from megazero.texts import Question, load_questions, load_rows, load_texts, read_text, wikitext_detokenize, word_count
 from tests.model.plain_gpt2 import PlainGPT2, load_same
 from tests.ranks import run_ranks
 from tests.vocabularies import make_sentencepiece
@@ -304,6 +304,8 @@ def test_texts_are_read_and_bad_lines_are_named(tmp_path):
     path = tmp_path / "passages.jsonl"
     path.write_text('{"text": "a b"}\n\n{"text": "c d"}\n')
     assert load_texts(path) == ["a b", "c d"]
+    with pytest.raises(ValueError, match=r'jsonl:1: no key .id. .*Expected lines like {"text": "...", "id": "..."}'):
+        load_rows(path, "text", "id")
     path.write_text('{"text": "a b"}\n{"txt": "c d"}\n')
     with pytest.raises(ValueError, match=r"passages.jsonl:2: no key 'text'.*Expected lines like"):
         load_texts(path)
