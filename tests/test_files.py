@@ -17,7 +17,6 @@ import pytest
 from data_tools.done_marker import marked_outputs
 from megazero.checkpoint.commands.verify import verify
 from megazero.checkpoint.importers.huggingface import read_huggingface
-from megazero.data.gpt2_bpe import read_gpt2_vocabulary
 from megazero.data.sidecar import read_sidecar
 from megazero.data.tokenizer import build_tokenizer
 from megazero.files import (
@@ -56,7 +55,7 @@ def test_open_files_are_raised_as_far_as_the_kernel_allows(hard, allowed, raised
     "name, read",
     [
         ("c.json", lambda path: read_sidecar(path.with_suffix(""))),
-        ("vocab.json", lambda path: read_gpt2_vocabulary(path, path)),
+        ("vocab.json", lambda path: build_tokenizer("GPT2BPETokenizer", path, path)),
         ("tokenizer.json", lambda path: build_tokenizer("HuggingFaceTokenizer", tokenizer_path=path)),
         ("o.done.json", lambda path: marked_outputs(path.with_name("o"))),
         ("valid.txt", lambda path: read_text(path, "--valid-data")),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from megazero.files import file_named, read_whole
 
 END_OF_TEXT = "<|endoftext|>"
 DEFAULT_FOLDERS: Sequence[Path] = (Path("data/gpt2_bpe"), Path("data/tokenizer"))
@@ -68,19 +67,21 @@ def _first_there(folder: Path, names: Sequence[str]) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def read_gpt2_vocabulary(vocab_file: Path, merge_file: Path) -> tuple[dict[bytes, int], dict[str, int]]:
+def read_gpt2_vocabulary(
+    vocab_file: str | Path, merge_file: str | Path, vocab: bytes, merges: bytes
+) -> tuple[dict[bytes, int], dict[str, int]]:
     """The tokens as bytes -> id, and the special tokens as text -> id (every entry that no merge makes).
 
     A token's id doubles as its merge priority, as it does in GPT-2's own files; that is checked.
 
+    Args:
+        vocab_file, merge_file: what messages call them.
+        vocab, merges: what they hold.
+
     Raises:
-        FileNotFoundError: a file is missing.
         ValueError: the files do not belong together, are no byte-level BPE, or lack `<|endoftext|>`.
     """
-    for flag, path in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
-        if not path.is_file():
-            raise FileNotFoundError(f"{flag} {path}: there is no such file")
-    vocabulary = _read_vocabulary(vocab_file)
+    vocabulary = _read_vocabulary(vocab_file, vocab)
     alphabet = byte_of_character()
     absent = [character for character in alphabet if character not in vocabulary]
     if absent:
@@ -90,7 +91,7 @@ def read_gpt2_vocabulary(vocab_file: Path, merge_file: Path) -> tuple[dict[bytes
         )
     ordinary = {character: bytes([byte]) for character, byte in alphabet.items()}
     last = -1
-    for line, left, right in _read_merges(merge_file):
+    for line, left, right in _read_merges(merge_file, merges):
         token = left + right
         if token not in vocabulary or left not in ordinary or right not in ordinary:
             raise ValueError(f"{merge_file}:{line}: merge {f'{left} {right}'!r} does not belong to {vocab_file}")
@@ -107,9 +108,9 @@ def read_gpt2_vocabulary(vocab_file: Path, merge_file: Path) -> tuple[dict[bytes
     return {content: vocabulary[token] for token, content in ordinary.items()}, special
 
 
-def _read_vocabulary(path: Path) -> dict[str, int]:
+def _read_vocabulary(path: str | Path, held: bytes) -> dict[str, int]:
     try:
-        content = json.loads(read_whole(path))
+        content = json.loads(held)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"--vocab-file {path} is not JSON: {error}") from error
     if not isinstance(content, dict) or not all(type(i) is int for i in content.values()):
@@ -117,10 +118,8 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
     return content
 
 
-def _read_merges(path: Path) -> Iterator[tuple[int, str, str]]:
-    with file_named(path):
-        text = path.read_text(encoding="utf-8")
-    for number, line in enumerate(text.split("\n"), start=1):
+def _read_merges(path: str | Path, held: bytes) -> Iterator[tuple[int, str, str]]:
+    for number, line in enumerate(io.TextIOWrapper(io.BytesIO(held), encoding="utf-8").read().split("\n"), start=1):
         if not line or (number == 1 and line.startswith("#version")):
             continue
         left, _, right = line.partition(" ")

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,22 +31,37 @@ _HF_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 class Tokenizer(ABC):
     """Text to token ids and back. Made from files, of which a missing one is a FileNotFoundError; a pickled copy is made anew.
 
+    Args:
+        files: paths.
+        contents: of the files, where they are known; else they are read.
+
     Attributes:
         name: the value of --tokenizer-type that builds it.
         vocab_size: one more than the largest id.
-        eod: id of the end of text.
+        eod, end: id of the end of text, and what the vocabulary calls it.
         sha256: hex digest of what defines it (contents, never file names); equal digests encode equally.
         files: that it was built from.
+        contents: of these, by the names under which `build_tokenizer` finds them in a folder.
     """
 
     name: str
     vocab_size: int
     eod: int
+    end: str = END_OF_TEXT
     sha256: str
-    files: tuple[str, ...]
+    flags: tuple[str, ...] = ("--tokenizer-path",)  # that name the files
+    file_names: tuple[str, ...]
 
-    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[type[Tokenizer], tuple[str, ...], str]]:
-        return _made_anew, (type(self), self.files, self.sha256)
+    def __init__(self, *files: PathLike, contents: Sequence[bytes] = ()) -> None:
+        self.files = tuple(map(str, files))
+        for flag, file in zip(self.flags, self.files, strict=True):
+            if not contents and not Path(file).is_file():
+                raise FileNotFoundError(f"{flag} {file}: there is no such file")
+        read = contents or [read_whole(Path(file)) for file in self.files]
+        self.contents = dict(zip(self.file_names, read, strict=True))
+
+    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[type[Tokenizer], tuple[str, ...], tuple[bytes, ...]]]:
+        return _made_anew, (type(self), self.files, tuple(self.contents.values()))
 
     @abstractmethod
     def encode_array(self, text: str) -> npt.NDArray[np.integer]:
@@ -64,14 +79,6 @@ class Tokenizer(ABC):
         """Ids of `text`; no end of text is added. Unpaired surrogates, which no UTF-8 text has, become U+FFFD."""
         return self.encode_array(text).tolist()
 
-    def _read(self, path: Path) -> bytes:
-        """The one file that defines this tokenizer."""
-        if not path.is_file():
-            raise FileNotFoundError(f"--tokenizer-path {path}: there is no such file")
-        content = read_whole(path)
-        self.files, self.sha256 = (str(path),), hashlib.sha256(content).hexdigest()
-        return content
-
     def _known(self, ids: Iterable[int]) -> list[int]:
         known = list(map(int, ids))
         for i in known:
@@ -87,13 +94,14 @@ class GPT2BPETokenizer(Tokenizer):
         ValueError: the two files do not describe one byte-level BPE with an end of text.
     """
 
-    name = "GPT2BPETokenizer"
+    name, flags = "GPT2BPETokenizer", ("--vocab-file", "--merge-file")
+    file_names = ("vocab.json", "merges.txt")
 
-    def __init__(self, vocab_file: PathLike, merge_file: PathLike) -> None:
+    def __init__(self, vocab_file: PathLike, merge_file: PathLike, *, contents: Sequence[bytes] = ()) -> None:
         import tiktoken  # here, not above: the other tokenizers do without it
 
-        self.files = (str(vocab_file), str(merge_file))
-        ranks, special = read_gpt2_vocabulary(Path(vocab_file), Path(merge_file))
+        super().__init__(vocab_file, merge_file, contents=contents)
+        ranks, special = read_gpt2_vocabulary(vocab_file, merge_file, *self.contents.values())
         self._encoding = tiktoken.Encoding(
             self.name, pat_str=_GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
@@ -129,13 +137,15 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     name, file, pattern = "SentencePieceTokenizer", "a sentencepiece .model", "*.model"
+    file_names = ("tokenizer.model",)
     _SPACE = "\u2581"  # stands for a space inside pieces
 
-    def __init__(self, model_file: PathLike) -> None:
+    def __init__(self, path: PathLike, *, contents: Sequence[bytes] = ()) -> None:
         import sentencepiece
 
-        path = Path(model_file)
-        content = self._read(path)
+        super().__init__(path, contents=contents)
+        [content] = self.contents.values()
+        self.sha256 = hashlib.sha256(content).hexdigest()
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:
@@ -145,6 +155,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.eod = dedicated if self._model.is_control(dedicated) else self._model.eos_id()
         if self.eod < 0:
             raise ValueError(f"{path} has no end of text: neither the piece {END_OF_TEXT} nor an eos_id")
+        self.end = self._model.id_to_piece(self.eod)
         # sentencepiece reads U+2581 as a space; as bytes it survives, in models that have bytes and take text as it is.
         space_bytes = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in self._SPACE.encode()]
         is_verbatim = self._model.decode(self._model.encode("  a ")) == "  a "
@@ -180,14 +191,16 @@ class HuggingFaceTokenizer(Tokenizer):
     """
 
     name, file, pattern = "HuggingFaceTokenizer", "a tokenizer.json", "tokenizer.json"
+    file_names = ("tokenizer.json",)
 
-    def __init__(self, tokenizer_file: PathLike) -> None:
+    def __init__(self, path: PathLike, *, contents: Sequence[bytes] = ()) -> None:
         try:
             import tokenizers
         except ImportError as error:
             raise ValueError(f"--tokenizer-type {self.name} needs a package: pip install tokenizers") from error
-        path = Path(tokenizer_file)
-        content = self._read(path)
+        super().__init__(path, contents=contents)
+        [content] = self.contents.values()
+        self.sha256 = hashlib.sha256(content).hexdigest()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the package raises nothing more exact
@@ -200,7 +213,7 @@ class HuggingFaceTokenizer(Tokenizer):
         end = next((token for token in _HF_END_OF_TEXT if token in vocabulary), None)
         if end is None:
             raise ValueError(f"{path} has no end-of-text token; looked for {', '.join(_HF_END_OF_TEXT)}")
-        self.eod = vocabulary[end]
+        self.eod, self.end = vocabulary[end], end
         self._keep_as_text(end)
         if self.eod in self.encode_array(end):
             raise ValueError(
@@ -280,12 +293,15 @@ def _inside(path: Path, pattern: str) -> Path:
     return found[0]
 
 
-def _made_anew(kind: type[Tokenizer], files: tuple[str, ...], sha256: str) -> Tokenizer:
-    """A pickled tokenizer's copy; a ValueError where its files have changed: tokens of two vocabularies are of none."""
-    tokenizer = kind(*files)
-    if tokenizer.sha256 != sha256:
-        raise ValueError(f"{' or '.join(files)} was changed while it was read. Start again when nothing writes it.")
-    return tokenizer
+def tokenizer_of(tokenizer_type: str, contents: Mapping[str, bytes], where: Path) -> Tokenizer:
+    """The tokenizer whose `contents` these are; `where` stands for the folder of its files."""
+    kind = {GPT2BPETokenizer.name: GPT2BPETokenizer, **_ONE_FILE}[tokenizer_type]
+    return kind(*(where / name for name in kind.file_names), contents=[contents[name] for name in kind.file_names])
+
+
+def _made_anew(kind: type[Tokenizer], files: tuple[str, ...], contents: tuple[bytes, ...]) -> Tokenizer:
+    """A pickled tokenizer's copy: of the same vocabulary, also where its files have changed meanwhile."""
+    return kind(*files, contents=contents)
 
 
 def refuse_other_vocabulary(tokenizer: Tokenizer, sha256: str, checkpoint: Path) -> None:
