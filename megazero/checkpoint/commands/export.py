@@ -1,6 +1,6 @@
 """A checkpoint of the GPT-2 job as a directory of Hugging Face's, which `from_pretrained` opens.
 
-Its files are those that `importers.huggingface` reads, generation_config.json and copies of the tokenizer's.
+Its files are those that `importers.huggingface` reads, generation_config.json and those of the tokenizer.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,8 @@ from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import LazyTensor, write_tensors
 from megazero.checkpoint.weight_files import shard_index, sharded
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
-from megazero.files import aside_name, sync_folder, write_json, write_whole
+from megazero.data.tokenizer_export import huggingface_files
+from megazero.files import aside_name, read_whole, sync_folder, write_json, write_whole
 from megazero.model.config import GPT2Config
 from megazero.model.huggingface import PREFIX, config_to_huggingface, matching_names
 
@@ -40,7 +41,7 @@ def export_huggingface(
 
     Args:
         dtype: of the written weights.
-        tokenizer_files: copied beside the weights; by default the training job's, where they still are.
+        tokenizer_files: copied beside the weights; by default those are written that give the training job's ids.
 
     Raises:
         FileExistsError: there is something in `directory`.
@@ -50,21 +51,22 @@ def export_huggingface(
     config = GPT2Config.of_saved(client, reader.path)
     config.refuse_other_names(reader.tensors, reader.path)
     tokenizer, problem = _tokenizer(client)
-    if tokenizer_files is None:
-        tokenizer_files = [] if tokenizer is None else [Path(file) for file in tokenizer.files]
+    files: Mapping[str, bytes] = {}
+    if tokenizer_files is not None:
+        files = named_files(tokenizer_files)
+        if problem and config.vocab_size != _GPT2_VOCABULARY:
+            logger.warning(
+                "the exported model does not know which token ends a text, where generate() would stop: %s", problem
+            )
+    else:
+        try:
+            files = huggingface_files(tokenizer) if tokenizer else {}
+        except ValueError as error:
+            problem = str(error)
         if problem:
             logger.warning("the model is exported without a tokenizer, which --tokenizer-files can give: %s", problem)
-    elif problem and config.vocab_size != _GPT2_VOCABULARY:
-        logger.warning(
-            "the exported model does not know which token ends a text, where generate() would stop: %s", problem
-        )
-    if any(path.suffix == ".model" for path in tokenizer_files):
-        logger.warning(
-            "transformers reads no sentencepiece model beside a GPT-2: its AutoTokenizer would give no tokens. Encode with "
-            "sentencepiece.SentencePieceProcessor(model_file=...), or train with --tokenizer-type HuggingFaceTokenizer."
-        )
     end_of_text = None if tokenizer is None else tokenizer.eod
-    write_huggingface(directory, reader.read_weight, config, dtype, tokenizer_files, end_of_text=end_of_text)
+    write_huggingface(directory, reader.read_weight, config, dtype, files, end_of_text=end_of_text)
 
 
 def _tokenizer(client: dict[str, Any]) -> tuple[Tokenizer | None, str]:
@@ -81,12 +83,33 @@ def _tokenizer(client: dict[str, Any]) -> tuple[Tokenizer | None, str]:
     return tokenizer, ""
 
 
+def named_files(paths: Sequence[Path]) -> dict[str, bytes]:
+    """What the tokenizer's files hold, by the names under which transformers looks for them.
+
+    Raises:
+        FileNotFoundError: one is missing.
+        ValueError: two would have the same name.
+    """
+    files: dict[str, bytes] = {}
+    for path in paths:
+        name = _TOKENIZER_NAMES.get(path.name, path.name)
+        if name in files:
+            raise ValueError(f"the tokenizer file {path} would take the place of {name}: rename or leave it out.")
+        files[name] = read_whole(path)
+    if not files.keys() & {"merges.txt", "tokenizer_config.json"} and files:
+        logger.warning(
+            "beside a GPT-2, transformers reads a tokenizer of another kind only if a tokenizer_config.json says "
+            '"tokenizer_class": "PreTrainedTokenizerFast": without, its AutoTokenizer gives other ids, or none'
+        )
+    return files
+
+
 def write_huggingface(
     directory: str | Path,
     tensors: Callable[[str], Tensor],
     config: GPT2Config,
     dtype: torch.dtype,
-    tokenizer_files: Sequence[Path] = (),
+    tokenizer_files: Mapping[str, bytes] | None = None,
     *,
     end_of_text: int | None = None,
 ) -> None:
@@ -95,12 +118,11 @@ def write_huggingface(
     Args:
         tensors: by our name of the parameter, the full and unpadded tensor.
         dtype: of the written weights.
-        tokenizer_files: copied, under the names that transformers looks for.
+        tokenizer_files: by name, what further files hold.
         end_of_text: the token that ends a document, where `generate` stops; GPT-2's own if the vocabulary has GPT-2's size.
 
     Raises:
         FileExistsError: there is something in `directory`.
-        FileNotFoundError: a tokenizer file is missing.
         ValueError: `dtype` is no floating-point dtype, or a tensor has another shape than `config` says.
         OSError: the disk is full, or the like.
     """
@@ -118,8 +140,10 @@ def write_huggingface(
         content = {**config_to_huggingface(config), **ends, "torch_dtype": str(dtype).removeprefix("torch.")}
         write_json(aside / "config.json", content, indent=2)
         write_json(aside / "generation_config.json", {"_from_model_config": True, **ends}, indent=2)
-        for source in tokenizer_files:
-            _copy(source, aside / _TOKENIZER_NAMES.get(source.name, source.name))
+        for name, held in (tokenizer_files or {}).items():
+            if (aside / name).exists():
+                raise ValueError(f"the tokenizer's file would take the place of {name}: rename or leave it out.")
+            write_whole(aside / name, held)
         _write_weights(aside, tensors, config, dtype)  # last: what can be wrong above takes no time
 
 
@@ -160,9 +184,3 @@ def _write_weights(folder: Path, tensors: Callable[[str], Tensor], config: GPT2C
         write_tensors(folder / file, shard)
     if len(files) > 1:
         write_json(folder / "model.safetensors.index.json", shard_index(files), indent=2)
-
-
-def _copy(source: Path, target: Path) -> None:
-    if target.exists():
-        raise ValueError(f"the tokenizer file {source} would take the place of {target.name}: rename or leave it out.")
-    write_whole(target, source.read_bytes())

@@ -11,13 +11,15 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from megazero.checkpoint.commands import export
-from megazero.checkpoint.commands.export import write_huggingface
+from megazero.checkpoint.commands.export import named_files, write_huggingface
 from megazero.checkpoint.importers.huggingface import read_huggingface
+from megazero.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
+from megazero.data.tokenizer_export import huggingface_files
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.huggingface import config_to_huggingface, to_huggingface
 from tests.model.plain_gpt2 import random_state, random_tokens, randomize
-from tests.vocabularies import make_gpt2_vocabulary
+from tests.vocabularies import make_gpt2_vocabulary, make_sentencepiece, make_texts
 
 CONFIG = GPT2Config(
     num_layers=2,
@@ -132,22 +134,36 @@ def test_tokenizer_files_come_under_the_names_that_transformers_looks_for(full, 
     folder = make_gpt2_vocabulary(tmp_path / "vocabulary", vocab_size=CONFIG.vocab_size)
     vocab = (folder / "vocab.json").rename(folder / "encoder.json")
     merges = (folder / "merges.txt").rename(folder / "vocab.bpe")
-    write_huggingface(tmp_path / "model", full.__getitem__, CONFIG, torch.float32, [vocab, merges])
+    write_huggingface(tmp_path / "model", full.__getitem__, CONFIG, torch.float32, named_files([vocab, merges]))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer.decode(tokenizer.encode("the ranks, 中")) == "the ranks, 中"
     assert (tmp_path / "model" / "vocab.json").read_bytes() == vocab.read_bytes()
     clash = tmp_path / "config.json"
     clash.write_text("{}")
     with pytest.raises(ValueError, match="would take the place of config.json"):
-        write_huggingface(tmp_path / "other", full.__getitem__, CONFIG, torch.float32, [clash])
+        write_huggingface(tmp_path / "other", full.__getitem__, CONFIG, torch.float32, named_files([clash]))
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("kind", TOKENIZER_TYPES)
+def test_transformers_gives_the_ids_of_our_tokenizer(full, tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    is_model = kind == "SentencePieceTokenizer"
+    path = make_sentencepiece(tmp_path / "a.model") if is_model else make_gpt2_vocabulary(tmp_path / "vocabulary")
+    ours = build_tokenizer(kind, tokenizer_path=path)
+    write_huggingface(tmp_path / "model", full.__getitem__, CONFIG, torch.float32, huggingface_files(ours))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert (theirs.eos_token_id, len(theirs)) == (ours.eod, ours.vocab_size)
+    for text in make_texts(50):
+        ids = theirs(text)["input_ids"]
+        assert ids == ours.encode(text) and theirs.decode(ids) == text
 
 
 def test_a_wrong_tokenizer_file_is_told_before_any_weight_is_read(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for file, error in (("config.json", ValueError), ("missing", FileNotFoundError)):
         with pytest.raises(error, match=file):
-            write_huggingface(tmp_path / "model", None, CONFIG, torch.float32, [tmp_path / file])
+            write_huggingface(tmp_path / "model", None, CONFIG, torch.float32, named_files([tmp_path / file]))
     assert not (tmp_path / "model").exists()
 
 
