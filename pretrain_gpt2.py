@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 
 if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -14,11 +15,11 @@ from torch import Tensor, nn
 from megazero import mpu
 from megazero.arguments import load_config
 from megazero.config import Config
-from megazero.data.build import build_tokenizer_from, check_data
+from megazero.data.build import check_data
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.job import Job
-from megazero.job_checkpoints import refuse_to_replace, refuse_unwritable, sees_something_to_load
+from megazero.job_checkpoints import job_tokenizer, refuse_to_replace, refuse_unwritable, sees_something_to_load
 from megazero.model.config import GPT2Config
 from megazero.model.documents import document_positions
 from megazero.model.gpt2 import GPT2Model
@@ -84,7 +85,8 @@ def check(world_size: int) -> tuple[Config, Tokenizer]:
     refuse_to_replace(config.checkpoint)  # as `pretrain` does, but before the ranks start
     for folder in config.swap_folders:
         check_folder(folder)
-    tokenizer = build_tokenizer_from(config.data)
+    tokenizer = job_tokenizer(config)
+    config = replace(config, data=replace(config.data, tokenizer_type=tokenizer.name))
     trains = config.checkpoint.finetune or not sees_something_to_load(config.checkpoint)  # else the run may be over
     check_data(config.data, tokenizer, trains=trains, evaluates=config.training.eval_iters > 0)
     return config, tokenizer

@@ -15,6 +15,7 @@ from megazero.backends import leave_out_cudnn_attention, round_fp32_products, sa
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import cut_of
+from megazero.checkpoint.vocabulary import saved_tokenizer
 from megazero.config import ParallelConfig
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.data.tokenizer import Tokenizer, build_tokenizer, refuse_other_vocabulary
@@ -107,16 +108,15 @@ def refuse_other_model(config: InferenceConfig, model: GPT2Config, path: Path) -
 
 
 def _tokenizer(config: InferenceConfig, client: dict[str, Any], path: Path) -> Tokenizer:
-    """The training job's tokenizer, from the files that the flags name, or else from the files that the job used."""
+    """The training job's tokenizer, from the files that the flags name, or else from those in the checkpoint."""
     saved: dict[str, Any] = client.get("tokenizer", {})
     given = {name: getattr(config, name) for name in TOKENIZER_FLAGS if getattr(config, name) is not None}
-    if not saved and not given:
-        raise ValueError(
-            f"{path} was not saved by the training job, so it does not say where its vocabulary is. Give --vocab-file and "
-            "--merge-file, or --tokenizer-path."
-        )
-    files = given if given.keys() - {"tokenizer_type"} else {**saved, **given}  # they go together
-    tokenizer = build_tokenizer(**{"tokenizer_type": saved.get("tokenizer_type", "GPT2BPETokenizer"), **files})
+    if given.keys() - {"tokenizer_type"}:  # files go together
+        tokenizer = build_tokenizer(**{"tokenizer_type": saved.get("tokenizer_type", "GPT2BPETokenizer"), **given})
+    elif not given or given["tokenizer_type"] == saved.get("tokenizer_type"):
+        tokenizer = saved_tokenizer(client, path)
+    else:
+        tokenizer = build_tokenizer(**{**saved, **given})
     refuse_other_vocabulary(tokenizer, client.get("tokenizer_sha256", tokenizer.sha256), path)
     return tokenizer
 

@@ -14,10 +14,11 @@ from megazero.checkpoint.config import CheckpointConfig
 from megazero.checkpoint.loader import newest_tag
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.tags import list_tags, listed
+from megazero.checkpoint.tags import checkpoint_path, latest_tag, list_tags, listed, read_bytes
+from megazero.checkpoint.vocabulary import saved_files, saved_tokenizer, vocabulary_state
 from megazero.config import Config
-from megazero.data.build import TOKENIZER_FLAGS
-from megazero.data.tokenizer import refuse_other_vocabulary
+from megazero.data.build import TOKENIZER_FLAGS, DataConfig, build_tokenizer_from
+from megazero.data.tokenizer import Tokenizer, refuse_other_vocabulary
 from megazero.files import nearest_there
 from megazero.job import Job, seed_dropout
 from megazero.logging import ALIKE, counted, get_logger
@@ -71,6 +72,27 @@ def sees_something_to_load(flags: CheckpointConfig) -> bool:
 def has_something_to_load(flags: CheckpointConfig) -> bool:
     """Whether any rank sees checkpoints in --load. Collective over the world."""
     return bool(comm.largest(comm.together(lambda: sees_something_to_load(flags))))
+
+
+def job_tokenizer(config: Config) -> Tokenizer:
+    """The tokenizer whose files the flags name; if they name none, that of the checkpoint in --load, if it has its own files.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        Exception: as of `build_tokenizer`.
+    """
+    data, load = config.data, config.checkpoint.load
+    tag = latest_tag(load) if load and not (data.vocab_file or data.merge_file or data.tokenizer_path) else None
+    if load and tag is not None:
+        # The ranks that load it ask for its files.
+        reader = Reader(load, tag, read_bytes(checkpoint_path(load, tag) / "index.json"))
+        client = client_state(reader)
+        reader.close()
+        if saved_files(client):
+            tokenizer = saved_tokenizer(client, reader.path)
+            if data.tokenizer_type in (DataConfig.tokenizer_type, tokenizer.name):
+                return tokenizer
+    return build_tokenizer_from(data)
 
 
 def load(job: Job, is_expected: bool = False) -> None:
@@ -233,14 +255,14 @@ def _start_from_scratch(flags: CheckpointConfig, path: Path) -> None:
 def _prepare_to_continue(job: Job, reader: Reader) -> None:
     """Refuses a checkpoint that this job cannot continue; otherwise takes the job's own state from it."""
     client, finetune = client_state(reader), job.config.checkpoint.finetune
-    if "tokenizer_sha256" not in client:  # from another framework
+    if "tokenizer_sha256" in client:
+        refuse_other_vocabulary(job.tokenizer, client["tokenizer_sha256"], reader.path)
+    elif saved_files(client) != job.tokenizer.contents:  # from another framework
         logger.warning(
             "%s does not say which vocabulary it was trained with: make sure that it is yours",
             reader.path,
             extra=ALIKE,
         )
-    else:
-        refuse_other_vocabulary(job.tokenizer, client["tokenizer_sha256"], reader.path)
     _refuse_other_model(job, reader.path, client)
     if finetune:
         return
@@ -311,7 +333,7 @@ def save(job: Job, is_last: bool = False) -> None:
         "corpora": job.corpora,
         "shuffled_epochs": job.shuffled_epochs,
         "tokenizer_sha256": job.tokenizer.sha256,
-        "tokenizer": {name: getattr(job.config.data, name) for name in TOKENIZER_FLAGS},
+        **vocabulary_state(job.tokenizer, {name: getattr(job.config.data, name) for name in TOKENIZER_FLAGS}),
         "config": asdict(job.config),
         "model": asdict(job.config.model),
         "seq_length": job.config.data.seq_length,

@@ -36,6 +36,7 @@ from tests.checkpoint.checkpoints import flip
 from tests.ranks import run_script
 from tests.tiny import ROOT, TINY_MODEL, logged, make_texts, make_vocabulary, run_job
 
+SIZES = ["--model-parallel-size", "1", "--data-parallel-size", "1"]
 FLAGS = [*TINY_MODEL, "--train-iters", "12", "--log-interval", "4", "--save-interval", "4", "--hidden-dropout", "0.1"]
 
 
@@ -134,9 +135,13 @@ def test_a_sample_is_shown_with_its_documents_also_of_data_that_has_moved(corpus
     client["config"]["data"].update(train_data=["gone"], valid_data=["gone"], tokenizer_path="gone", split="8,0,1")
     monkeypatch.setattr(samples, "client_state", lambda reader: client)
     client["corpora"] = [f"0-178 of {IndexedDataset(path).fingerprint}"]
+    elsewhere = [*command, *moved[:2], "--data-cache-path", str(tmp_path / "cache")]
+    assert checkpoint_command(elsewhere) == 0, "the vocabulary is in the checkpoint"
+    del client["tokenizer_files"]  # as in checkpoints of before
+    client["tokenizer"]["tokenizer_path"] = "gone"
     assert checkpoint_command(command) == 2
     assert "gone: there is no such file" in (error := capsys.readouterr().err) and "--train-data and --tok" in error
-    assert checkpoint_command([*command, *moved, "--data-cache-path", str(tmp_path / "cache")]) == 0
+    assert checkpoint_command([*elsewhere, *moved[2:]]) == 0
     assert any((tmp_path / "cache").iterdir()) and not (tmp_path / "moved" / "cache").exists()
     client["corpora"] = ["0-178 of another"]
     assert checkpoint_command([*command, *moved]) == 2
@@ -382,6 +387,30 @@ def test_a_checkpoint_of_another_vocabulary_is_neither_continued_nor_used(whole,
         job_checkpoints._prepare_to_continue(job, Reader(whole))
 
 
+def test_a_checkpoint_that_moved_has_its_vocabulary_with_it(corpus, tmp_path, monkeypatch):
+    shutil.copytree(corpus[3], tmp_path / "vocab")
+    job = [*TINY_MODEL, *corpus[:2], *corpus[4:]]
+    told = ["--tokenizer-path", str(tmp_path / "vocab"), "--save", str(tmp_path / "save")]
+    done = run_job([*job, *told, "--train-iters", "1"], 1)
+    assert done.returncode == 0, done.stdout
+    shutil.rmtree(tmp_path / "vocab")
+    (tmp_path / "save").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint_command(["reshape", "moved/global_step1", "again", *SIZES]) == 0
+    assert checkpoint_command(["export", "--to", "huggingface", "again", "exported"]) == 0
+    assert checkpoint_command(["import", "--from", "huggingface", "exported", "imported"]) == 0
+    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path=corpus[3])
+    for load in ("moved", "again", "imported"):
+        found = inference.open_checkpoint(inference.InferenceConfig(load=load)).tokenizer
+        assert found.contents == tokenizer.contents and found.sha256 == tokenizer.sha256
+    done = run_job(
+        [*job, "--load", str(tmp_path / "moved"), "--save", str(tmp_path / "moved"), "--train-iters", "2"], 1
+    )
+    assert done.returncode == 0 and "continuing after iteration 1," in done.stdout, done.stdout
+    done = run_job([*job, "--load", str(tmp_path / "imported"), "--finetune", "--train-iters", "1"], 1)
+    assert done.returncode == 0 and "make sure that it is yours" not in done.stdout, done.stdout
+
+
 def test_continuations_are_computed_in_batches_and_a_long_prompt_cuts_no_other(whole, monkeypatch):
     flags = "--num-samples 5 --out-seq-length 20 --batch-size 2 --prompt".split()
     prompts = ["the ranks", "the " * 20, "of a group"]
@@ -621,6 +650,10 @@ def test_the_pages_lines_give_a_trained_model_more_positions(corpus, whole, tmp_
     assert done.returncode == 0, done.stdout
     weight, longer = (Reader(path).read_weight("position_embeddings.weight") for path in (whole, "checkpoints/longer"))
     assert torch.equal(longer, torch.cat([weight, weight]))
+    found = inference.open_checkpoint(inference.InferenceConfig(load="checkpoints/longer")).tokenizer
+    assert found.encode("the ranks") == build_tokenizer("GPT2BPETokenizer", tokenizer_path=corpus[3]).encode(
+        "the ranks"
+    )
 
 
 def test_the_jobs_checkpoint_becomes_a_file_of_weights(whole, tmp_path):

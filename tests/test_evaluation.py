@@ -15,6 +15,7 @@ from evaluate_gpt2 import EvaluationConfig
 from generate_samples import SampleConfig, continuation, has_stop
 from megazero import evaluation, inference, mpu
 from megazero.arguments import load_components
+from megazero.checkpoint.vocabulary import vocabulary_state
 from megazero.data.tokenizer import build_tokenizer
 from megazero.evaluation import ending_accuracy, last_word_accuracy, sliding_window_perplexity, sliding_windows
 from megazero.inference import InferenceConfig, open_checkpoint, refuse_other_model
@@ -383,6 +384,13 @@ def test_the_vocabulary_is_the_jobs_unless_flags_name_another_file(tmp_path, mon
     tokenizer = inference._tokenizer(InferenceConfig(load="DIR", **flags), {"tokenizer": saved}, tmp_path)
     wanted = build_tokenizer(**{**saved, **flags})
     assert tokenizer.sha256 == wanted.sha256
+    (tmp_path / "job.model").unlink()
+    client = {"tokenizer": saved, **vocabulary_state(tokenizer, saved)}  # the checkpoint has it
+    assert inference._tokenizer(InferenceConfig(load="DIR", **flags), client, tmp_path).sha256 == wanted.sha256
+    with pytest.raises(
+        FileNotFoundError, match=rf"job\.model: there is no such file\. The checkpoint {tmp_path} has rec"
+    ):
+        inference._tokenizer(InferenceConfig(load="DIR"), {"tokenizer": saved}, tmp_path)
 
 
 def test_a_line_of_the_prompts_ends_where_the_files_line_ends(tmp_path):

@@ -51,6 +51,7 @@ class Tokenizer(ABC):
     sha256: str
     flags: tuple[str, ...] = ("--tokenizer-path",)  # that name the files
     file_names: tuple[str, ...]
+    contents: Mapping[str, bytes] = {}  # of a tokenizer that a script has made in another way
 
     def __init__(self, *files: PathLike, contents: Sequence[bytes] = ()) -> None:
         self.files = tuple(map(str, files))
@@ -295,7 +296,8 @@ def _inside(path: Path, pattern: str) -> Path:
 
 def tokenizer_of(tokenizer_type: str, contents: Mapping[str, bytes], where: Path) -> Tokenizer:
     """The tokenizer whose `contents` these are; `where` stands for the folder of its files."""
-    kind = {GPT2BPETokenizer.name: GPT2BPETokenizer, **_ONE_FILE}[tokenizer_type]
+    check_known("there is no --tokenizer-type", [tokenizer_type], TOKENIZER_TYPES)
+    kind: type[Tokenizer] = _ONE_FILE.get(tokenizer_type, GPT2BPETokenizer)
     return kind(*(where / name for name in kind.file_names), contents=[contents[name] for name in kind.file_names])
 
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import LazyTensor, write_tensors
+from megazero.checkpoint.vocabulary import saved_tokenizer
 from megazero.checkpoint.weight_files import shard_index, sharded
-from megazero.data.tokenizer import Tokenizer, build_tokenizer
+from megazero.data.tokenizer import Tokenizer
 from megazero.data.tokenizer_export import huggingface_files
 from megazero.files import aside_name, read_whole, sync_folder, write_json, write_whole
 from megazero.model.config import GPT2Config
@@ -50,7 +51,7 @@ def export_huggingface(
     client = client_state(reader)
     config = GPT2Config.of_saved(client, reader.path)
     config.refuse_other_names(reader.tensors, reader.path)
-    tokenizer, problem = _tokenizer(client)
+    tokenizer, problem = _tokenizer(client, reader.path)
     files: Mapping[str, bytes] = {}
     if tokenizer_files is not None:
         files = named_files(tokenizer_files)
@@ -69,16 +70,15 @@ def export_huggingface(
     write_huggingface(directory, reader.read_weight, config, dtype, files, end_of_text=end_of_text)
 
 
-def _tokenizer(client: dict[str, Any]) -> tuple[Tokenizer | None, str]:
+def _tokenizer(client: dict[str, Any], path: Path) -> tuple[Tokenizer | None, str]:
     """The training job's tokenizer; or None, and why it is not to be had."""
-    saved = client.get("tokenizer")
-    if not isinstance(saved, dict):  # a script's own entry may be something else
+    if not isinstance(client.get("tokenizer"), dict):  # a script's own entry may be something else
         return None, "the checkpoint names none"
     try:
-        tokenizer = build_tokenizer(**saved)
+        tokenizer = saved_tokenizer(client, path)
     except (OSError, TypeError, ValueError) as error:
         return None, str(error)
-    if tokenizer.sha256 != client.get("tokenizer_sha256"):
+    if tokenizer.sha256 != client.get("tokenizer_sha256", tokenizer.sha256):
         return None, "the files that it was trained with have changed"
     return tokenizer, ""
 

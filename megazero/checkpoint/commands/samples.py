@@ -8,6 +8,7 @@ from typing import Any
 
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.vocabulary import saved_tokenizer
 from megazero.data.build import DataConfig, build_datasets, build_tokenizer_from
 from megazero.data.corpora import weights_of
 from megazero.data.sampler import ramped_batch_size, samples_after
@@ -51,7 +52,7 @@ def show_samples(
     if data_cache_path:
         data = replace(data, data_cache_path=data_cache_path)
     try:
-        tokenizer = build_tokenizer_from(data)
+        tokenizer = build_tokenizer_from(data) if tokenizer_path else saved_tokenizer(client, reader.path)
         refuse_other_vocabulary(tokenizer, client["tokenizer_sha256"], reader.path)
         train, _, _ = build_datasets(data, tokenizer, (client["train_samples"], 0, 0), seed)
     except FileNotFoundError as error:

@@ -3,6 +3,7 @@
 DIR/config.json
 DIR/model.safetensors                     or model-00001-of-00003.safetensors, ... and model.safetensors.index.json
 DIR/pytorch_model.bin                     what transformers wrote before safetensors; in shards too
+DIR/tokenizer.json                        or vocab.json and merges.txt: the vocabulary, if there is one
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ from torch import Tensor
 from megazero.checkpoint.format import PLAIN_NAME
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor, Read
 from megazero.checkpoint.importers.torch_files import load_torch_file
+from megazero.checkpoint.vocabulary import vocabulary_state
+from megazero.data.tokenizer import build_tokenizer
 from megazero.files import append_suffix, read_whole
+from megazero.logging import get_logger
 from megazero.model.config import GPT2Config
 from megazero.model.huggingface import config_from_huggingface, saved_names
 from megazero.zero.bucket import MASTER
 
+logger = get_logger(__name__)
+
+_TOKENIZERS = {"HuggingFaceTokenizer": ("tokenizer.json",), "GPT2BPETokenizer": ("vocab.json", "merges.txt")}
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
 
 
@@ -39,6 +46,7 @@ class _Saved(NamedTuple):
 def read_huggingface(directory: str | Path) -> ForeignCheckpoint:
     """The weights of a GPT-2 as transformers saves it, in our names and layout; its GPT2Config is in client_state["model"].
 
+    The client state also has the tokenizer, if one lies beside the weights.
     Weights are read when they are asked for; only a head that is saved beside the embedding is compared with it at once.
 
     Raises:
@@ -62,7 +70,25 @@ def read_huggingface(directory: str | Path) -> ForeignCheckpoint:
         ours: ForeignTensor(shapes[ours], "trained", {MASTER: partial(read, key, transposed)})
         for ours, key, transposed in names
     }
-    return ForeignCheckpoint(tensors, client_state={"model": asdict(config)})
+    vocabulary = _vocabulary(directory, config.require_vocab_size())
+    return ForeignCheckpoint(tensors, client_state={"model": asdict(config), **vocabulary})
+
+
+def _vocabulary(directory: Path, vocab_size: int) -> dict[str, Any]:
+    """Entries of the client state for the tokenizer in the directory; none where there is none, or none that could be used."""
+    kinds = [kind for kind, names in _TOKENIZERS.items() if all((directory / name).is_file() for name in names)]
+    if not kinds:
+        return {}
+    try:
+        tokenizer = build_tokenizer(kinds[0], tokenizer_path=directory)
+        if tokenizer.vocab_size > vocab_size:
+            raise ValueError(f"it has {tokenizer.vocab_size} entries, and the model {vocab_size}")
+        return vocabulary_state(tokenizer, {})
+    except ValueError as error:
+        logger.warning(
+            "the tokenizer in %s is not imported, so evaluation needs --tokenizer-path: %s", directory, error
+        )
+        return {}
 
 
 def _read_config(directory: Path) -> GPT2Config:

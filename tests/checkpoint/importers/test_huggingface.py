@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.testing import assert_close
 from megazero.checkpoint.commands import export
 from megazero.checkpoint.commands.export import named_files, write_huggingface
 from megazero.checkpoint.importers.huggingface import read_huggingface
+from megazero.checkpoint.vocabulary import saved_tokenizer
 from megazero.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
 from megazero.data.tokenizer_export import huggingface_files
 from megazero.model.config import GPT2Config
@@ -157,6 +159,26 @@ def test_transformers_gives_the_ids_of_our_tokenizer(full, tmp_path, kind):
     for text in make_texts(50):
         ids = theirs(text)["input_ids"]
         assert ids == ours.encode(text) and theirs.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [(TOKENIZER_TYPES[0], 131), (TOKENIZER_TYPES[2], 131), (TOKENIZER_TYPES[2], 300)]
+)
+def test_the_tokenizer_beside_the_weights_comes_along_unless_the_model_is_too_small_for_it(
+    full, tmp_path, caplog, kind, size
+):
+    ours = build_tokenizer(kind, tokenizer_path=make_gpt2_vocabulary(tmp_path / "vocabulary", vocab_size=size))
+    config = replace(CONFIG, vocab_size=300) if ours.vocab_size < 300 else CONFIG
+    write_huggingface(
+        tmp_path / "model", random_state(config).__getitem__, config, torch.float32, huggingface_files(ours)
+    )
+    client = read_huggingface(tmp_path / "model").client_state
+    if ours.vocab_size <= config.vocab_size:
+        found = saved_tokenizer(client, tmp_path)
+        assert found.name == kind and found.encode("the ranks") == ours.encode("the ranks")
+    else:
+        assert client.keys() == {"model"}
+        assert f"it has {ours.vocab_size} entries, and the model {config.vocab_size}" in caplog.text
 
 
 def test_a_wrong_tokenizer_file_is_told_before_any_weight_is_read(tmp_path):

@@ -1,0 +1,49 @@
+"""The vocabulary in a checkpoint of the GPT-2 job: its tokenizer's files, in the client state, so that no others are needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megazero.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
+
+
+def vocabulary_state(tokenizer: Tokenizer, flags: dict[str, Any]) -> dict[str, Any]:
+    """Entries of the client state from which `saved_tokenizer` makes the tokenizer again.
+
+    Args:
+        flags: by which the job named it.
+    """
+    files = {name: np.frombuffer(content, np.uint8) for name, content in tokenizer.contents.items()}
+    return {"tokenizer": {**flags, "tokenizer_type": tokenizer.name}, "tokenizer_files": files}
+
+
+def saved_files(client: dict[str, Any]) -> dict[str, bytes]:
+    """What the files hold that a checkpoint has of its tokenizer, by name; none of older checkpoints, or of other systems."""
+    return {name: content.tobytes() for name, content in client.get("tokenizer_files", {}).items()}
+
+
+def saved_tokenizer(client: dict[str, Any], path: Path) -> Tokenizer:
+    """The tokenizer of the checkpoint at `path`: from its own files or, where it has none, those that its job was started with.
+
+    Raises:
+        FileNotFoundError: the latter are no longer there.
+        ValueError: the checkpoint does not say where its vocabulary is, or the files do not make such a tokenizer.
+    """
+    saved, files = client.get("tokenizer"), saved_files(client)
+    if not isinstance(saved, dict):  # a script's own entry may be something else
+        raise ValueError(
+            f"{path} was not saved by the training job, so it does not say where its vocabulary is. Give --vocab-file and "
+            "--merge-file, or --tokenizer-path."
+        )
+    if files:
+        return tokenizer_of(saved["tokenizer_type"], files, path)
+    try:
+        return build_tokenizer(**saved)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{str(error).rstrip('.')}. The checkpoint {path} has recorded this, relative to the folder in which its job was "
+            "started: name the vocabulary's files as they are called from here."
+        ) from error
