@@ -12,6 +12,7 @@ import torch
 
 from megazero import comm, mpu
 from megazero.backends import leave_out_cudnn_attention, round_fp32_products, say_what_is_idle
+from megazero.checkpoint.commands.ls import locate
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import cut_of
@@ -36,7 +37,7 @@ _OF_MODEL = ("num_layers", "hidden_size", "num_attention_heads", "max_position_e
 class InferenceConfig(DtypeConfig, ParallelConfig):
     """Which checkpoint to use, and how to run its model."""
 
-    load: str | None = option(None, "directory of checkpoints, as given to the training job's --save")
+    load: str | None = option(None, "directory of checkpoints, as given to the training job's --save, or one of them")
     tag: str | None = option(None, "which checkpoint in the directory, such as global_step200 (default: the latest)")
     num_layers: int | None = option(None, "the model's, which the checkpoint says; refused if it is another one")
     hidden_size: int | None = option(None, "the same")
@@ -76,17 +77,11 @@ def open_checkpoint(config: InferenceConfig) -> Trained:
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no vocabulary where the training job had it.
-        ValueError: --load names a checkpoint instead of the directory that holds it, the checkpoint is damaged or not of a
-            GPT2Model, or the vocabulary is not the one it was trained with.
+        ValueError: the checkpoint is damaged or not of a GPT2Model, or the vocabulary is not the one it was trained with.
     """
     assert config.load is not None
-    directory = Path(config.load).absolute()  # the folder "." has a name, too
-    if (directory / "index.json").is_file():
-        raise ValueError(
-            f"--load {config.load} is one checkpoint: give the directory above it, and which one it is: --load "
-            f"{directory.parent} --tag {directory.name}."
-        )
-    reader = Reader(config.load, config.tag)
+    is_one = Path(config.load, "index.json").is_file()
+    reader = Reader(*(locate(config.load, config.tag) if is_one else (config.load, config.tag)))
     client = client_state(reader)
     model = GPT2Config.of_saved(client, reader.path).for_inference()
     model.refuse_other_names(reader.tensors, reader.path)

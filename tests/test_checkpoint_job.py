@@ -400,7 +400,8 @@ def test_a_checkpoint_that_moved_has_its_vocabulary_with_it(corpus, tmp_path, mo
     assert checkpoint_command(["export", "--to", "huggingface", "again", "exported"]) == 0
     assert checkpoint_command(["import", "--from", "huggingface", "exported", "imported"]) == 0
     tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path=corpus[3])
-    for load in ("moved", "again", "imported"):
+    for folder, load in (("moved", "."), ("moved/global_step1", "."), (".", "again/global_step1"), (".", "imported")):
+        monkeypatch.chdir(tmp_path / folder)
         found = inference.open_checkpoint(inference.InferenceConfig(load=load)).tokenizer
         assert found.contents == tokenizer.contents and found.sha256 == tokenizer.sha256
     done = run_job(
@@ -409,6 +410,8 @@ def test_a_checkpoint_that_moved_has_its_vocabulary_with_it(corpus, tmp_path, mo
     assert done.returncode == 0 and "continuing after iteration 1," in done.stdout, done.stdout
     done = run_job([*job, "--load", str(tmp_path / "imported"), "--finetune", "--train-iters", "1"], 1)
     assert done.returncode == 0 and "make sure that it is yours" not in done.stdout, done.stdout
+    with pytest.raises(FileNotFoundError, match="--from huggingface exported OUT"):
+        inference.open_checkpoint(inference.InferenceConfig(load="exported"))
 
 
 def test_continuations_are_computed_in_batches_and_a_long_prompt_cuts_no_other(whole, monkeypatch):

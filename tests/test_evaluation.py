@@ -18,7 +18,7 @@ from megazero.arguments import load_components
 from megazero.checkpoint.vocabulary import vocabulary_state
 from megazero.data.tokenizer import build_tokenizer
 from megazero.evaluation import ending_accuracy, last_word_accuracy, sliding_window_perplexity, sliding_windows
-from megazero.inference import InferenceConfig, open_checkpoint, refuse_other_model
+from megazero.inference import InferenceConfig, refuse_other_model
 from megazero.metrics import perplexity
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
@@ -295,10 +295,10 @@ def test_passages_without_a_context_are_refused(one_rank, texts):
         )
 
 
-def test_a_checkpoint_in_place_of_its_directory_is_refused(tmp_path):
+def test_a_checkpoint_in_place_of_its_directory_has_no_tag_beside_it(tmp_path):
     (tmp_path / "index.json").touch()
-    with pytest.raises(ValueError, match=f"--load {tmp_path.parent} --tag {tmp_path.name}"):
-        open_checkpoint(InferenceConfig(load=str(tmp_path)))
+    with pytest.raises(ValueError, match=f"{tmp_path} is a checkpoint itself: drop --tag other"):
+        inference.open_checkpoint(InferenceConfig(load=str(tmp_path), tag="other"))
 
 
 def test_texts_are_read_and_bad_lines_are_named(tmp_path):
@@ -325,15 +325,6 @@ def test_texts_are_read_and_bad_lines_are_named(tmp_path):
     path.write_text(json.dumps(["text"]))
     with pytest.raises(ValueError, match="passages.jsonl:1: not a JSON object but list"):
         load_texts(path)
-
-
-def test_a_checkpoint_in_the_place_of_its_directory_is_told_how_to_be_named(tmp_path, monkeypatch):
-    (tmp_path / "global_step4").mkdir()
-    (tmp_path / "global_step4" / "index.json").touch()
-    monkeypatch.chdir(tmp_path / "global_step4")
-    for load in (str(tmp_path / "global_step4"), "."):
-        with pytest.raises(ValueError, match=f"--load {tmp_path} --tag global_step4"):
-            open_checkpoint(InferenceConfig(load=load))
 
 
 def test_the_window_is_the_flags_the_jobs_or_all_positions():

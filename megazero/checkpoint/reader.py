@@ -66,6 +66,11 @@ class Reader:
         tag = latest_tag(directory) if tag is None else check_tag(tag)
         if tag is None:
             why = f"it has no file `latest`. {NAME_ONE}" if Path(directory).is_dir() else "there is no such directory."
+            if Path(directory, "config.json").is_file():
+                why = (
+                    "it looks like a model of Hugging Face's. Make one of it that can be loaded: `python -m megazero.checkpoint "
+                    f"import --from huggingface {directory} OUT`."
+                )
             raise FileNotFoundError(f"No checkpoint at {directory}: {why}")
         self.path = checkpoint_path(directory, tag)
         self.content = self._read_index() if content is None else content
