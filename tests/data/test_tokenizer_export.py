@@ -49,11 +49,12 @@ def assert_reads_as(ours, files):
     [
         {},
         {"user_defined_symbols": ["\n", "up"]},
+        {"control_symbols": ["about"]},  # a word of the texts, which stay text
         DEFAULTS,
         {"add_dummy_prefix": True},
         {"remove_extra_whitespaces": True},
     ],
-    ids=["as_it_is", "own_pieces", "defaults", "dummy_prefix", "trimmed"],
+    ids=["as_it_is", "own_pieces", "control_pieces", "defaults", "dummy_prefix", "trimmed"],
 )
 def test_a_sentencepiece_model(tmp_path, model_type, settings):
     settings = {"vocab_size": 345, **settings, "hard_vocab_limit": False, "model_type": model_type}
