@@ -97,7 +97,7 @@ WITH_VALUE = {  # the ones that take a value
     "--manual-gc-interval",
 }
 
-_NOT_GPT2 = "the model is GPT-2's: learned positions, layer norm, GELU, biases and a tied head"
+_NOT_BUILT = "the model is GPT-2's, or Llama's by the flags that docs/training.md lists"
 _NO_FP8 = "the smallest dtypes are --bf16 and --fp16"
 _PROFILE = "use --profile-steps FIRST-LAST, which traces these iterations by torch.profiler"
 _WARMUP = "use --lr-warmup-iters, or --warmup, a fraction of --lr-decay-iters"
@@ -136,26 +136,12 @@ REFUSED = {
     "--pipeline-model-parallel-size": _NO_PIPELINES,
     "--num-layers-per-virtual-pipeline-stage": _NO_PIPELINES,
     "--context-parallel-size": "use --sequence-parallel, which cuts sequences over the --model-parallel-size ranks",
-    "--expert-model-parallel-size": _NOT_GPT2,
-    "--num-experts": _NOT_GPT2,
-    "--num-query-groups": _NOT_GPT2,
-    "--group-query-attention": _NOT_GPT2,
-    "--position-embedding-type": _NOT_GPT2,
-    "--use-rotary-position-embeddings": _NOT_GPT2,
-    "--normalization": _NOT_GPT2,
-    "--swiglu": _NOT_GPT2,
-    "--disable-bias-linear": _NOT_GPT2,
-    "--untie-embeddings-and-output-weights": _NOT_GPT2,
+    "--expert-model-parallel-size": _NOT_BUILT,
+    "--num-experts": _NOT_BUILT,
+    "--use-rotary-position-embeddings": "use --position-embedding-type rope",
     **dict.fromkeys(
-        (
-            "--rotary-base",
-            "--rotary-percent",
-            "--use-rope-scaling",
-            "--qk-layernorm",
-            "--window-size",
-            "--apply-layernorm-1p",
-        ),
-        _NOT_GPT2,
+        ("--rotary-percent", "--use-rope-scaling", "--qk-layernorm", "--window-size", "--apply-layernorm-1p"),
+        _NOT_BUILT,
     ),
     "--kv-channels": "heads are as wide as --hidden-size / --num-attention-heads",
     "--encoder-seq-length": "use --seq-length",
@@ -219,8 +205,7 @@ AS_IT_IS = {
     "--pipeline-model-parallel-size": ("1",),
     "--context-parallel-size": ("1",),
     "--expert-model-parallel-size": ("1",),
-    "--position-embedding-type": ("learned_absolute",),
-    "--normalization": ("LayerNorm",),
+    "--rotary-percent": ("1.0", "1"),
     "--attention-backend": ("auto",),
     "--weight-decay-incr-style": ("constant",),
     "--DDP-impl": ("local", "torch"),

@@ -15,15 +15,16 @@ from megazero.activation_checkpointing import ActivationCheckpointer
 from megazero.model.cache import LayerCache
 from megazero.model.config import GPT2Config
 from megazero.model.init import normal_init, residual_init
+from megazero.model.rotary import rotated
+from megazero.mpu.layers import parallel_columns
 from megazero.mpu.random import own_stream
 from megazero.mpu.utils import outside_graphs
 
 
-def split_heads(qkv: Tensor, head_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[s, b, 3h/t] stacked as [Q; K; V] -> three views [b, n/t, s, d]."""
-    s, b = qkv.shape[:2]
-    q, k, v = (x.view(s, b, -1, head_size).permute(1, 2, 0, 3) for x in qkv.chunk(3, dim=-1))
-    return q, k, v
+def split_heads(x: Tensor, head_size: int, rotation: Tensor | None = None) -> Tensor:
+    """Q, K or V [s, b, h/t] -> [b, n/t, s, d], a view unless it is turned by `rotation` of `rotation_of`."""
+    x = x.unflatten(-1, (-1, head_size))
+    return (x if rotation is None else rotated(x, rotation)).permute(1, 2, 0, 3)
 
 
 def merge_heads(context: Tensor) -> Tensor:
@@ -34,7 +35,7 @@ def merge_heads(context: Tensor) -> Tensor:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool, dropout: float, model_parallel_size: int
 ) -> Tensor:
-    """softmax(q k' / sqrt(d) + mask) v, with dropout of the weights: [b, n/t, s, d].
+    """softmax(q k' / sqrt(d) + mask) v, with dropout of the weights: [b, n/t, s, d]. Of k and v heads may be fewer.
 
     Ranks hold different heads, so dropout must differ between them: it draws from the tracker's model-parallel stream. One rank
     holds every head and draws from the default stream, which needs no seeding and does not break a compiled graph.
@@ -43,11 +44,16 @@ def attend(
         mask: None, or [b or 1, 1, s, keys]: bool (True = may read) or a float added to the scores.
     """
     with own_stream(dropout > 0.0 and model_parallel_size > 1):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=k.size(1) < q.size(1)
+        )
 
 
 class ParallelSelfAttention(nn.Module):
     """Causal self-attention: one column-parallel layer for Q, K and V, one row-parallel projection, one all-reduce.
+
+    Where several heads share their keys and values (arXiv:2305.13245), Q has a layer of its own, which shares its message with
+    that of K and V.
 
     The attention itself is `F.scaled_dot_product_attention` over this rank's heads and needs no communication
     (arXiv:1909.08053, fig. 3b).
@@ -69,9 +75,15 @@ class ParallelSelfAttention(nn.Module):
         self.recomputes_core = config.recompute_mode == "selective"
         self.checkpointer: ActivationCheckpointer | None = None
         where["sequence_parallel"] = config.sequence_parallel
-        self.query_key_value = mpu.ColumnParallelLinear(
-            h, 3 * h, gather_output=False, init_method=normal_init(config), stride=3, **where
-        )
+        where["bias"] = not config.disable_bias_linear
+        column = {"gather_output": False, "init_method": normal_init(config), **where}
+        self.shares_keys = config.key_value_heads < config.num_attention_heads
+        if self.shares_keys:
+            self.query = mpu.ColumnParallelLinear(h, h, **column)
+            kv = config.key_value_heads * self.head_size
+            self.key_value = mpu.ColumnParallelLinear(h, 2 * kv, stride=2, **column)
+        else:
+            self.query_key_value = mpu.ColumnParallelLinear(h, 3 * h, stride=3, **column)
         self.dense = mpu.RowParallelLinear(
             h,
             h,
@@ -82,7 +94,11 @@ class ParallelSelfAttention(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cache: LayerCache | None = None,
+        rotation: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """[s, b, h] -> [s, b, h]; both are slices [s/t, b, h] if sequence-parallel.
 
@@ -91,8 +107,13 @@ class ParallelSelfAttention(nn.Module):
         Args:
             mask: None for causal attention; else [b or 1, 1, s, keys], bool (True = may read) or added to the scores.
             cache: keys and values of earlier tokens, to which those of `x` are added; `mask` then covers all of them.
+            rotation: of the positions of all of `x`'s sequence, from `rotation_of`; None does not turn queries and keys.
         """
-        q, k, v = split_heads(self.query_key_value(x), self.head_size)  # [b, n/t, s, d] each
+        q, k, v = self._projected(x)
+        if rotation is not None:
+            v = v.contiguous()  # a view would keep the memory in which Q and K were before they were turned
+        q, k = (split_heads(y, self.head_size, rotation) for y in (q, k))  # [b, n/t, s, d]
+        v = split_heads(v, self.head_size)
         if cache is not None:
             k, v = cache.append(k, v)  # [b, n/t, keys, d]
         core = self.core(is_causal=mask is None)
@@ -103,7 +124,14 @@ class ParallelSelfAttention(nn.Module):
             context = core(q, k, v, mask)
         return self.dense(merge_heads(context))
 
+    def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Q, K and V, views [s, b, n d/t] of what one message brings."""
+        if not self.shares_keys:
+            return self.query_key_value(x).chunk(3, dim=-1)
+        q, kv = parallel_columns(x, self.query, self.key_value)
+        return q, *kv.chunk(2, dim=-1)
+
     def core(self, is_causal: bool) -> Callable[..., Tensor]:
         """`attend` as this layer calls it in its present mode, of Q, K, V and mask: what `recomputes_core` runs again."""
-        dropout, size = self.dropout if self.training else 0.0, self.query_key_value.group.size()
+        dropout, size = self.dropout if self.training else 0.0, self.dense.group.size()
         return partial(attend, is_causal=is_causal, dropout=dropout, model_parallel_size=size)

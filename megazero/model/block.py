@@ -46,50 +46,62 @@ class TransformerBlock(nn.Module):
         self.post_attention_layernorm = build_layernorm(config, **where)
         self.mlp = ParallelMLP(config, **where)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
-        """[s, b, h] -> [s, b, h]. `mask` and `cache` are those of `ParallelSelfAttention`.
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        cache: LayerCache | None = None,
+        rotation: Tensor | None = None,
+    ) -> Tensor:
+        """[s, b, h] -> [s, b, h]. `mask`, `cache` and `rotation` are those of `ParallelSelfAttention`.
 
         Sequence-parallel: [s/t, b, h] -> [s/t, b, h], without `cache`.
         """
         body = compiled(self.body) if self.compile_body and cache is None else self.body
-        return body(self, x, mask, cache)
+        return body(self, x, mask, cache, rotation)
 
 
-def _body(block: TransformerBlock, x: Tensor, mask: Tensor | None, cache: LayerCache | None) -> Tensor:
+def _body(
+    block: TransformerBlock, x: Tensor, mask: Tensor | None, cache: LayerCache | None, rotation: Tensor | None
+) -> Tensor:
     p, training = block.hidden_dropout, block.training
-    x = x + F.dropout(block.attention(block.input_layernorm(x), mask, cache), p, training)
+    x = x + F.dropout(block.attention(block.input_layernorm(x), mask, cache, rotation), p, training)
     return x + F.dropout(block.mlp(block.post_attention_layernorm(x)), p, training)
 
 
-def _sequence_body(block: TransformerBlock, x: Tensor, mask: Tensor | None, _: LayerCache | None) -> Tensor:
+def _sequence_body(
+    block: TransformerBlock, x: Tensor, mask: Tensor | None, _: LayerCache | None, rotation: Tensor | None
+) -> Tensor:
     """`_body` on this rank's slice of the sequence: attention and MLP gather it, and reduce-scatter what they return.
 
     They leave their biases to be added here, so that one message sums the gradients of all parameters used on slices.
     """
     first, second = block.input_layernorm, block.post_attention_layernorm
-    biases = block.attention.dense.bias, cast(nn.Parameter, block.mlp.dense_4h_to_h.bias)
-    *norms, attention_bias, mlp_bias = mpu.copy_parameters_to_sequence_parallel_region(
-        [*first.parameters(), *second.parameters(), *biases], block.attention.dense.group
-    )
-    half = len(norms) // 2
-    out, _ = block.attention(normalise_slice(first, x, norms[:half]), mask)
-    x = _add_slice(block, x, out + attention_bias)
-    out, _ = block.mlp(normalise_slice(second, x, norms[half:]))
-    return _add_slice(block, x, out + mlp_bias)
+    norms = [*first.parameters(), *second.parameters()]
+    biases = [b for b in (block.attention.dense.bias, cast(Tensor, block.mlp.dense_4h_to_h.bias)) if b is not None]
+    copies = mpu.copy_parameters_to_sequence_parallel_region([*norms, *biases], block.attention.dense.group)
+    half, count = len(norms) // 2, len(norms)
+    attention_bias, mlp_bias = copies[count:] or (None, None)
+    out, _ = block.attention(normalise_slice(first, x, copies[:half]), mask, None, rotation)
+    x = _add_slice(block, x, out, attention_bias)
+    out, _ = block.mlp(normalise_slice(second, x, copies[half:count]))
+    return _add_slice(block, x, out, mlp_bias)
 
 
-def _tiled_sequence_body(block: TransformerBlock, x: Tensor, mask: Tensor | None, _: LayerCache | None) -> Tensor:
+def _tiled_sequence_body(
+    block: TransformerBlock, x: Tensor, mask: Tensor | None, _: LayerCache | None, rotation: Tensor | None
+) -> Tensor:
     """`_sequence_body` of children that ZeRO gathers one by one: each sums the gradients of its own parameters."""
     group = block.attention.dense.group
-    x = _add_slice(block, x, block.attention(block.input_layernorm(x, group), mask))
+    x = _add_slice(block, x, block.attention(block.input_layernorm(x, group), mask, None, rotation))
     return _add_slice(block, x, block.mlp(block.post_attention_layernorm(x, group)))
 
 
-def _add_slice(block: TransformerBlock, x: Tensor, out: Tensor) -> Tensor:
-    """x + dropout(out) of slices of the sequence, whose dropout draws from the rank's own stream."""
+def _add_slice(block: TransformerBlock, x: Tensor, out: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x + dropout(out + bias) of slices of the sequence, whose dropout draws from the rank's own stream."""
     p, training = block.hidden_dropout, block.training
     with own_stream(training and p > 0.0):
-        return x + F.dropout(out, p, training)
+        return x + F.dropout(out if bias is None else out + bias, p, training)
 
 
 @functools.cache
@@ -111,7 +123,7 @@ def compiled(body: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class Transformer(nn.Module):
-    """A stack of blocks and the final layer norm, with activation checkpointing.
+    """A stack of blocks and the final norm, with activation checkpointing.
 
     Args:
         where: `group`, `device` and `dtype`, as of `mpu`'s layers.
@@ -160,27 +172,33 @@ class Transformer(nn.Module):
         for block in self.blocks:
             block.attention.checkpointer = checkpointer
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, caches: Sequence[LayerCache] | None = None) -> Tensor:
-        """[s, b, h] -> [s, b, h], normalised. `mask` as in `ParallelSelfAttention`; `caches` has one entry per layer.
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        caches: Sequence[LayerCache] | None = None,
+        rotation: Tensor | None = None,
+    ) -> Tensor:
+        """[s, b, h] -> [s, b, h], normalised. `mask`, `rotation`: of `ParallelSelfAttention`; `caches`: one for each layer.
 
         Sequence-parallel: [s/t, b, h] -> [s/t, b, h], without `caches`.
         """
         if caches is not None:
             for layer, cache in zip(self.layers, caches, strict=True):
-                x = layer(x, mask, cache)
+                x = layer(x, mask, cache, rotation)
         else:
-            x = self.run_blocks(x, mask)
+            x = self.run_blocks(x, mask, rotation)
         group, norm = self.blocks[0].attention.dense.group, self.final_layernorm
         if not self.sequence_parallel:
             return norm(x)
         return normalise_slice(norm, x, mpu.copy_parameters_to_sequence_parallel_region(list(norm.parameters()), group))
 
-    def run_blocks(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`forward` without the final layer norm."""
+    def run_blocks(self, x: Tensor, mask: Tensor | None = None, rotation: Tensor | None = None) -> Tensor:
+        """`forward` without the final norm."""
         if not torch.is_grad_enabled():
-            return _run(self.blocks, x, mask)
+            return _run(self.blocks, rotation, x, mask)
         for blocks, is_recomputed in self._runs():
-            run = functools.partial(_run, blocks)
+            run = functools.partial(_run, blocks, rotation)
             # The mask goes last: partitioned checkpointing cuts every argument but the last over the ranks.
             x = self._checkpoint(run, x, mask) if is_recomputed else run(x, mask)
         return x
@@ -205,7 +223,7 @@ class Transformer(nn.Module):
                 yield blocks[start : start + step], is_full
 
 
-def _run(blocks: Iterable[TransformerBlock], x: Tensor, mask: Tensor | None) -> Tensor:
+def _run(blocks: Iterable[TransformerBlock], rotation: Tensor | None, x: Tensor, mask: Tensor | None) -> Tensor:
     for block in blocks:
-        x = block(x, mask)
+        x = block(x, mask, None, rotation)
     return x

@@ -34,6 +34,8 @@ class LayerCache:
 class KeyValueCache:
     """Preallocated keys and values of every layer: 2 x num_layers x [b, n/t, max_length, d] on this rank.
 
+    n is the number of heads of keys and values. Where positions are rotary, keys are turned already.
+
     A token's slot is its position. Rows may have different lengths: a slot that a row has not filled lies behind its position
     and is masked. Every forward pass of s tokens may fill slots below `length` + s.
     """
@@ -51,7 +53,7 @@ class KeyValueCache:
         config.check_parallel(model_parallel_size)
         self.max_length = max_length
         self.length = 0
-        shape = (batch_size, config.num_attention_heads // model_parallel_size, max_length, config.head_size)
+        shape = (batch_size, config.key_value_heads // model_parallel_size, max_length, config.head_size)
         # Zeros, not empty: masked weights are 0, and 0 x NaN of uninitialised memory would still be NaN.
         self._keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]
         self._values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)]

@@ -1,31 +1,41 @@
-"""The shape of a GPT-2: its flags, their checks, and what follows from them (padded vocabulary, parameters, FLOPs)."""
+"""The shape of a GPT-2 or a Llama: its flags, their checks, and what follows (padded vocabulary, parameters, FLOPs)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from megazero.logging import some
 from megazero.mpu.sequence_mappings import sequence_slice_length
-from megazero.option import check_options, flag_of, option
+from megazero.option import as_given, check_options, flag_of, option
 
 Recompute: TypeAlias = Literal["none", "selective", "full", "auto"]
 RECOMPUTE = get_args(Recompute)
 BLOCK_MODES = RECOMPUTE[:3]  # what one block can recompute
+_Shapes: TypeAlias = dict[str, tuple[int, ...]]  # of a module's parameters
 
 # Fields that make another model: those that the shapes of its parameters show, and those that none does.
-SEEN_IN_SHAPES = ("num_layers", "hidden_size", "intermediate_size", "max_position_embeddings", "vocab_size")
-UNSEEN_IN_SHAPES = ("num_attention_heads", "layernorm_epsilon")
+SEEN_IN_SHAPES = (
+    *("num_layers", "hidden_size", "intermediate_size", "max_position_embeddings", "vocab_size"),
+    *("normalization", "swiglu", "position_embedding_type", "num_query_groups", "disable_bias_linear"),
+    "untie_embeddings_and_output_weights",
+)
+UNSEEN_IN_SHAPES = ("num_attention_heads", "layernorm_epsilon", "rotary_base")
+_BEYOND_GPT2 = (
+    *("normalization", "swiglu", "position_embedding_type", "rotary_base", "group_query_attention", "num_query_groups"),
+    *("disable_bias_linear", "untie_embeddings_and_output_weights"),
+)
 
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Architecture of a GPT-2 (Radford et al. 2019) with Megatron-LM's flag names and defaults.
+    """Architecture of a GPT-2 (Radford et al. 2019) with Megatron-LM's flag names and defaults; by further flags, of a Llama.
 
     Raises:
-        ValueError: a size is not positive, or absurd, a probability not in [0, 1), or heads do not divide the hidden size.
+        ValueError: a size is not positive, or absurd, a probability not in [0, 1), heads do not divide the hidden size, or
+            options exclude each other.
     """
 
     # The upper bounds are beyond any model: a slip is told by its flag, before the bytes of a tensor overflow.
@@ -34,13 +44,13 @@ class GPT2Config:
     num_attention_heads: int = option(16, "attention heads; must divide the hidden size", at_least=1)
     intermediate_size: int | None = option(
         None,
-        "width of the MLP (default: 4 x hidden size)",
+        "width of the MLP (default: 4 x hidden size; Llama's is near 8/3 x hidden size)",
         at_least=1,
         at_most=10**7,
         aliases=("--ffn-hidden-size",),
     )
     max_position_embeddings: int = option(
-        512, "learned positions: the longest sequence the model can read", at_least=1, at_most=10**9
+        512, "positions: the longest sequence the model can read", at_least=1, at_most=10**9
     )
     vocab_size: int | None = option(
         None,
@@ -69,6 +79,28 @@ class GPT2Config:
     )
     layernorm_epsilon: float = option(
         1e-5, "added to the variance in layer norm", at_least=0, aliases=("--norm-epsilon",)
+    )
+    normalization: Literal["LayerNorm", "RMSNorm"] = option(
+        "LayerNorm", "norm before attention, MLP and head; RMSNorm is Llama's", choices=("LayerNorm", "RMSNorm")
+    )
+    swiglu: bool = option(
+        False, "MLPs of silu(gate) x up, Llama's, in place of GELU: both layers are --intermediate-size wide"
+    )
+    position_embedding_type: Literal["learned_absolute", "rope"] = option(
+        "learned_absolute",
+        "one learned vector for each position; or rope, Llama's: attention turns queries and keys by their position",
+        choices=("learned_absolute", "rope"),
+    )
+    rotary_base: int = option(10000, "with --position-embedding-type rope: base of the wavelengths", at_least=1)
+    group_query_attention: bool = option(
+        False, "several attention heads share their keys and values, in --num-query-groups groups"
+    )
+    num_query_groups: int | None = option(
+        None, "with --group-query-attention: heads of keys and values; must divide the attention heads", at_least=1
+    )
+    disable_bias_linear: bool = option(False, "linear layers without biases, as Llama's")
+    untie_embeddings_and_output_weights: bool = option(
+        False, "the head has a weight of its own, instead of the word embeddings'"
     )
     init_method_std: float = option(0.02, "standard deviation of initial weights", at_least=0)
     checkpoint_activations: bool = option(False, "recompute activations in the backward pass instead of storing them")
@@ -107,6 +139,11 @@ class GPT2Config:
                 f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads {self.num_attention_heads}: "
                 "every head has the same size. Change one of them."
             )
+        self._check_attention()
+        if self.normalization == "RMSNorm" and self.layernorm != "torch":
+            raise ValueError(
+                f"--layernorm {self.layernorm} is a kernel of layer norm, and --normalization is RMSNorm. Drop one of them."
+            )
         self._check_tiles()
 
     def _check_recompute(self) -> None:
@@ -127,6 +164,29 @@ class GPT2Config:
             raise ValueError(
                 f"--recompute auto decides for each block by itself, and --checkpoint-num-layers {self.checkpoint_num_layers} "
                 "recomputes several together. Drop one of them."
+            )
+
+    def _check_attention(self) -> None:
+        if self.group_query_attention != (self.num_query_groups is not None):
+            raise ValueError(
+                f"--group-query-attention is {'' if self.group_query_attention else 'not '}given and --num-query-groups is "
+                f"{self.num_query_groups or 'not given'}: one says that heads share keys and values, the other in how many "
+                "groups. Give both, or neither."
+            )
+        if self.num_attention_heads % self.key_value_heads:
+            raise ValueError(
+                f"--num-attention-heads {self.num_attention_heads} is not divisible by --num-query-groups "
+                f"{self.num_query_groups}: groups have the same number of heads. Change one of them."
+            )
+        if self.position_embedding_type == "rope" and self.head_size % 2:
+            raise ValueError(
+                f"--position-embedding-type rope turns pairs of a head's elements, and heads have {self.head_size}: "
+                f"--hidden-size {self.hidden_size} / --num-attention-heads {self.num_attention_heads}. Change one of them."
+            )
+        if self.position_embedding_type != "rope" and self.rotary_base != GPT2Config.rotary_base:
+            raise ValueError(
+                f"--rotary-base {self.rotary_base} is of --position-embedding-type rope, which is not given. Give both, or "
+                "neither."
             )
 
     def _check_tiles(self) -> None:
@@ -195,9 +255,17 @@ class GPT2Config:
     def differences(self, other: GPT2Config) -> dict[str, tuple[Any, Any]]:
         """The fields that make `other` another model, with the values of both."""
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in (*SEEN_IN_SHAPES, *UNSEEN_IN_SHAPES)}
-        if self.intermediate_size != other.intermediate_size:  # None is a width, too
-            pairs["intermediate_size"] = self.mlp_size, other.mlp_size
+        for name, number in (("intermediate_size", "mlp_size"), ("num_query_groups", "key_value_heads")):
+            if getattr(self, name) != getattr(other, name):  # None is a number, too
+                pairs[name] = getattr(self, number), getattr(other, number)
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    @property
+    def architecture(self) -> str:
+        """The flags that make the model another than a GPT-2, as given."""
+        plain = replace(self, **{name: getattr(GPT2Config, name) for name in _BEYOND_GPT2})
+        others = self.differences(plain)
+        return " ".join(as_given(each, getattr(self, each.name)) for each in fields(self) if each.name in others)
 
     @property
     def recomputed_together(self) -> int:
@@ -208,6 +276,11 @@ class GPT2Config:
     def head_size(self) -> int:
         """Elements of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and values: `num_query_groups`, or as many as of queries."""
+        return self.num_query_groups or self.num_attention_heads
 
     @property
     def mlp_size(self) -> int:
@@ -232,7 +305,7 @@ class GPT2Config:
     @property
     def parallel_sizes(self) -> list[int]:
         """The numbers of tensor-parallel ranks over which heads and widths split evenly, ascending."""
-        common = math.gcd(self.num_attention_heads, self.hidden_size, self.mlp_size)
+        common = math.gcd(self.key_value_heads, self.hidden_size, self.mlp_size)  # groups divide heads
         return [size for size in range(1, common + 1) if common % size == 0]
 
     def check_parallel(self, model_parallel_size: int) -> None:
@@ -243,6 +316,7 @@ class GPT2Config:
         """
         for name, value in (
             ("num_attention_heads", self.num_attention_heads),
+            ("num_query_groups", self.key_value_heads),
             ("hidden_size", self.hidden_size),
             ("intermediate_size", self.mlp_size),
         ):
@@ -270,38 +344,48 @@ class GPT2Config:
         if self.sequence_parallel:
             sequence_slice_length(seq_length, model_parallel_size)
         if seq_length > self.max_position_embeddings:
+            is_learned = self.position_embedding_type == "learned_absolute"
             raise ValueError(
                 f"a sequence of {seq_length} tokens (--seq-length) does not fit --max-position-embeddings "
-                f"{self.max_position_embeddings}: positions are learned, one vector each. Shorten the sequence or train a "
-                "model with more positions."
+                f"{self.max_position_embeddings}{': positions are learned, one vector each' if is_learned else ''}. Shorten the "
+                "sequence or train a model with more positions."
             )
 
-    def full_shapes(self) -> dict[str, tuple[int, ...]]:
+    def full_shapes(self) -> _Shapes:
         """Name and full shape (uncut, vocabulary without padding) of every parameter of a `GPT2Model`, in its order."""
-        h, f = self.hidden_size, self.mlp_size
-        block: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (h,),
-            "input_layernorm.bias": (h,),
-            "attention.query_key_value.weight": (3 * h, h),
-            "attention.query_key_value.bias": (3 * h,),
-            "attention.dense.weight": (h, h),
-            "attention.dense.bias": (h,),
-            "post_attention_layernorm.weight": (h,),
-            "post_attention_layernorm.bias": (h,),
-            "mlp.dense_h_to_4h.weight": (f, h),
-            "mlp.dense_h_to_4h.bias": (f,),
-            "mlp.dense_4h_to_h.weight": (h, f),
-            "mlp.dense_4h_to_h.bias": (h,),
+        h, f, kv = self.hidden_size, self.mlp_size, self.key_value_heads * self.head_size
+        norm: _Shapes = {"weight": (h,)} if self.normalization == "RMSNorm" else {"weight": (h,), "bias": (h,)}
+
+        def linear(rows: int, columns: int) -> _Shapes:
+            return (
+                {"weight": (rows, columns)}
+                if self.disable_bias_linear
+                else {"weight": (rows, columns), "bias": (rows,)}
+            )
+
+        def table(rows: int) -> _Shapes:
+            return {"weight": (rows, h)}
+
+        qkv = (
+            {"query": linear(h, h), "key_value": linear(2 * kv, h)} if kv < h else {"query_key_value": linear(3 * h, h)}
+        )
+        block = {
+            "input_layernorm": norm,
+            **{f"attention.{name}": shapes for name, shapes in qkv.items()},
+            "attention.dense": linear(h, h),
+            "post_attention_layernorm": norm,
+            "mlp.dense_h_to_4h": linear((1 + self.swiglu) * f, h),
+            "mlp.dense_4h_to_h": linear(h, f),
         }
-        return {
-            "word_embeddings.weight": (self.require_vocab_size(), h),
-            "position_embeddings.weight": (self.max_position_embeddings, h),
-            **{
-                f"transformer.layers.{i}.{name}": shape for i in range(self.num_layers) for name, shape in block.items()
-            },
-            "transformer.final_layernorm.weight": (h,),
-            "transformer.final_layernorm.bias": (h,),
-        }
+        model = {"word_embeddings": table(self.require_vocab_size())}
+        if self.position_embedding_type == "learned_absolute":
+            model["position_embeddings"] = table(self.max_position_embeddings)
+        for i in range(self.num_layers):
+            model.update({f"transformer.layers.{i}.{name}": shapes for name, shapes in block.items()})
+        model["transformer.final_layernorm"] = norm
+        if self.untie_embeddings_and_output_weights:
+            model["output_layer"] = table(self.require_vocab_size())
+        return {f"{module}.{name}": shape for module, shapes in model.items() for name, shape in shapes.items()}
 
     def refuse_other_names(self, names: Iterable[str], where: object) -> None:
         """Raises a ValueError if a checkpoint has parameters that a `GPT2Model` has not: without them it is another model."""
@@ -323,6 +407,7 @@ class GPT2Config:
         12 x seq_length x hidden_size per block for attention scores and values. The scores count in full although half are
         masked, as in Megatron-LM (arXiv:2104.04473) and PaLM (arXiv:2204.02311, app. B), so that numbers compare.
         """
-        h, f = self.hidden_size, self.mlp_size
-        weights = self.num_layers * (4 * h * h + 2 * h * f) + self.require_vocab_size() * h
+        h, f, kv = self.hidden_size, self.mlp_size, self.key_value_heads * self.head_size
+        block = 2 * h * h + 2 * h * kv + (2 + self.swiglu) * h * f
+        weights = self.num_layers * block + self.require_vocab_size() * h
         return 6 * weights + 12 * self.num_layers * seq_length * h

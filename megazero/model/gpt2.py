@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megazero.model.cache import KeyValueCache
 from megazero.model.config import GPT2Config
 from megazero.model.documents import document_mask
 from megazero.model.init import normal_init
+from megazero.model.rotary import rotation_of
 from megazero.mpu.chunked_loss import chunked_vocab_parallel_loss
 from megazero.mpu.groups import group_or_default
 from megazero.mpu.init import init_weight_
@@ -26,7 +28,7 @@ from megazero.mpu.utils import check_token_ids
 
 
 class GPT2Model(nn.Module):
-    """GPT-2: learned positions, pre-LN blocks, and a head tied to the word embeddings.
+    """GPT-2: learned positions, pre-LN blocks, and a head tied to the word embeddings. Or what else `config` says: a Llama.
 
     Every rank of `group` holds 1/t of the vocabulary (padded, see `GPT2Config.padded_vocab_size`), of the heads and of the MLPs;
     norms, positions and row-parallel biases are replicated. With `config.sequence_parallel` a rank holds 1/t of the sequence
@@ -56,25 +58,36 @@ class GPT2Model(nn.Module):
         group = group_or_default(group)
         config.check_parallel(group.size())
         where: dict[str, Any] = {"group": group, "device": device, "dtype": dtype}
-        self.word_embeddings = mpu.VocabParallelEmbedding(
+        table = partial(
+            mpu.VocabParallelEmbedding,
             config.require_vocab_size(),
             config.hidden_size,
             init_method=normal_init(config),
             padded_num_embeddings=config.padded_vocab_size(group.size()),
-            sparse_grad=True,  # the tied head always adds a dense gradient
-            sequence_parallel=config.sequence_parallel,
             **where,
         )
-        positions = torch.empty(config.max_position_embeddings, config.hidden_size, device=device, dtype=dtype)
-        init_weight_(positions, normal_init(config))
-        self.position_embeddings = nn.Embedding.from_pretrained(positions, freeze=False)
+        self.word_embeddings = table(
+            sparse_grad=not config.untie_embeddings_and_output_weights,  # a tied head always adds a dense gradient
+            sequence_parallel=config.sequence_parallel,
+        )
+        self.position_embeddings: nn.Embedding | None = None
+        if config.position_embedding_type == "learned_absolute":
+            positions = torch.empty(config.max_position_embeddings, config.hidden_size, device=device, dtype=dtype)
+            init_weight_(positions, normal_init(config))
+            self.position_embeddings = nn.Embedding.from_pretrained(positions, freeze=False)
         in_slices = config.sequence_parallel and group.size() > 1
         self.transformer = Transformer(replace(config, sequence_parallel=in_slices), **where)
+        # The head of an untied model: a table like the embedding's, which the last hidden states are multiplied with.
+        self.output_layer = table() if config.untie_embeddings_and_output_weights else None
 
     @property
     def group(self) -> ProcessGroup:
         """The model-parallel group that the model is split over."""
         return self.word_embeddings.group  # the layers hold it, and know how to be copied with it
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return (self.word_embeddings if self.output_layer is None else self.output_layer).weight
 
     def forward(
         self,
@@ -113,11 +126,15 @@ class GPT2Model(nn.Module):
         self.config.check_sequence(first + s, self.group.size())
         if position_ids is None:
             position_ids = torch.arange(first, first + s, device=tokens.device)[None]  # [1, s]
-        positions = self.position_embeddings(position_ids.t())  # [s, b or 1, h]
-        if in_slices:
-            # Before it is added for each of b: the gradient that is gathered is that of the sum.
-            positions = mpu.scatter_to_sequence_parallel_region(positions, self.group)
-        x = self.word_embeddings(tokens.t()) + positions  # [s, b, h], in slices [s/t, b, h] from here to the head
+        positions: Tensor | None = None
+        if self.position_embeddings is not None:
+            positions = self.position_embeddings(position_ids.t())  # [s, b or 1, h]
+            if in_slices:
+                # Before it is added for each of b: the gradient that is gathered is that of the sum.
+                positions = mpu.scatter_to_sequence_parallel_region(positions, self.group)
+        x = self.word_embeddings(tokens.t())  # [s, b, h], in slices [s/t, b, h] from here to the head
+        if positions is not None:
+            x = x + positions
         with own_stream(in_slices and self.training and self.config.hidden_dropout > 0.0):
             x = F.dropout(x, self.config.hidden_dropout, self.training)
         x = self._transform(x, position_ids, document_ids, cache)
@@ -131,12 +148,12 @@ class GPT2Model(nn.Module):
         return self._loss(x, targets.t(), in_slices).t()
 
     def _logits(self, x: Tensor, in_slices: bool) -> Tensor:
-        """The tied head, a column-parallel product with the vocabulary's rows as outputs: [s, b, h] -> [s, b, v_padded/t]."""
-        return column_linear(x, self.word_embeddings.weight, None, self.group, sequence_parallel=in_slices)
+        """The head, a column-parallel product with the vocabulary's rows as outputs: [s, b, h] -> [s, b, v_padded/t]."""
+        return column_linear(x, self._head_weight, None, self.group, sequence_parallel=in_slices)
 
     def _loss(self, x: Tensor, targets: Tensor, in_slices: bool) -> Tensor:
         """The loss of each token [s, b] in fp32, from the last hidden states [s, b, h] and the next tokens [s, b]."""
-        weight, config = self.word_embeddings.weight, self.config
+        weight, config = self._head_weight, self.config
         where: dict[str, Any] = {"group": self.group, "vocab_size": config.vocab_size}
         if 0 < config.vocab_chunk_size < weight.size(0) or 0 < config.sequence_chunk_size < targets.size(0):
             return chunked_vocab_parallel_loss(
@@ -157,9 +174,13 @@ class GPT2Model(nn.Module):
     def _transform(
         self, x: Tensor, position_ids: Tensor, document_ids: Tensor | None, cache: KeyValueCache | None
     ) -> Tensor:
+        config, rotation = self.config, None
+        if config.position_embedding_type == "rope":
+            rotation = rotation_of(position_ids, config.head_size, config.rotary_base, x.dtype)
         if cache is None:
-            return self.transformer(x, None if document_ids is None else document_mask(document_ids, x.dtype))
+            mask = None if document_ids is None else document_mask(document_ids, x.dtype)
+            return self.transformer(x, mask, None, rotation)
         if document_ids is not None:
             raise ValueError("document_ids cannot be used with a cache: generate each document as a row of its own.")
         layers, mask = cache.extend(position_ids.expand(x.size(1), -1))  # a token's slot is its position
-        return self.transformer(x, mask, layers)
+        return self.transformer(x, mask, layers, rotation)

@@ -123,7 +123,15 @@ def matching_names(config: GPT2Config) -> Iterator[tuple[str, str, bool]]:
 
 
 def config_to_huggingface(config: GPT2Config) -> dict[str, object]:
-    """The `config.json` that goes with `to_huggingface`'s state dict."""
+    """The `config.json` that goes with `to_huggingface`'s state dict.
+
+    Raises:
+        ValueError: the model is no GPT-2.
+    """
+    if config.architecture:
+        raise ValueError(
+            f"a model with {config.architecture} has no layout of Hugging Face's here: theirs of GPT-2 has none of these."
+        )
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],

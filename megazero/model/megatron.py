@@ -94,7 +94,8 @@ class BertParallelSelfAttention(nn.Module):
             attention_mask: [b or 1, 1, s or 1, s], added to the scores (0 or a large negative number), or bool (True = may read).
         """
         group = self.query_key_value.group
-        q, k, v = split_heads(self.query_key_value(hidden_states.transpose(0, 1)), self.head_size)
+        qkv = self.query_key_value(hidden_states.transpose(0, 1))
+        q, k, v = (split_heads(x, self.head_size) for x in qkv.chunk(3, dim=-1))
         context = attend(
             q,
             k,

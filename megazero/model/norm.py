@@ -1,4 +1,4 @@
-"""Layer norms, of whole sequences and of slices of them."""
+"""Norms, of whole sequences and of slices of them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,18 @@ def build_layernorm(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """A layer norm over the hidden size, of the implementation that `config.layernorm` names; whole on each rank of `group`.
+    """The norm over the hidden size that the configuration names, in the implementation that it names; whole on each rank.
 
     Raises:
         ValueError: NVIDIA apex was asked for and is not importable.
     """
     if config.layernorm == "torch":
-        norm = SliceNorm if config.sequence_parallel and config.memory_centric_tiled_linear else mpu.LayerNorm
+        is_unit = config.sequence_parallel and config.memory_centric_tiled_linear
+        norm: type[nn.LayerNorm | nn.RMSNorm]
+        if config.normalization == "RMSNorm":
+            norm = SliceRMSNorm if is_unit else nn.RMSNorm
+        else:
+            norm = SliceNorm if is_unit else mpu.LayerNorm
         return norm(config.hidden_size, config.layernorm_epsilon, device=device, dtype=dtype)
     try:
         from apex.normalization import FusedLayerNorm
@@ -51,6 +56,17 @@ class SliceNorm(mpu.LayerNorm):
             return super().forward(x)
         weight, bias = mpu.copy_parameters_to_sequence_parallel_region([self.weight, self.bias], group)
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class SliceRMSNorm(nn.RMSNorm):
+    """An RMSNorm as `SliceNorm` is a layer norm."""
+
+    def forward(self, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        """[..., h] -> [..., h]; a slice over the ranks of `group`, where it is given."""
+        if group is None:
+            return super().forward(x)
+        (weight,) = mpu.copy_parameters_to_sequence_parallel_region([self.weight], group)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def normalise_slice(norm: nn.Module, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:

@@ -12,6 +12,8 @@ not at all (see init.py). Input, weight and bias have one dtype, as for nn.Linea
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from torch.nn.init import xavier_normal_
 
 from megazero.comm import ProcessGroup
 from megazero.mpu.init import InitMethod
-from megazero.mpu.linear_overlap import column_linear
+from megazero.mpu.linear_overlap import column_linear, column_linears
 from megazero.mpu.mappings import gather_from_model_parallel_region, scatter_to_model_parallel_region
 from megazero.mpu.parallel_module import ParallelModule
 from megazero.mpu.partition import Partition
@@ -119,6 +121,16 @@ class ColumnParallelLinear(ParallelModule):
     def extra_repr(self) -> str:
         """The full sizes and the number of ranks."""
         return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}, ranks={self.group.size()}"
+
+
+def parallel_columns(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
+    """What each of the layers makes of `x`, which enters the parallel region once for all of them.
+
+    Args:
+        x: as for the layers, which are alike but for their sizes, with `gather_output=False`.
+    """
+    parameters = [(layer.weight, cast(Tensor | None, layer.bias)) for layer in layers]
+    return column_linears(x, parameters, layers[0].group, layers[0].overlap_backward, layers[0].sequence_parallel)
 
 
 class RowParallelLinear(ParallelModule):

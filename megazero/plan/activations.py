@@ -4,7 +4,7 @@ The formulas are those of Korthikanti et al. (arXiv:2205.05198, sec. 4), for the
 n = s b tokens of width h, t tensor-parallel ranks, 16-bit values, on a GPU:
 
     both norms, and the two layers that read them    8 n h
-    Q, K, V, the context, the MLP's 4h before and after GELU    24 n h / t
+    Q, K, V, the context, the MLP's 4h before and after GELU    24 n h / t      (SwiGLU: four values of each feature, not two)
     masks of two dropouts    2 n h
 
 The sum is the paper's n h (10 + 24 / t). The paper's 5 a s / h for the scores does not appear, because flash attention keeps one
@@ -81,7 +81,7 @@ def plan_activations(model: GPT2Config, shape: Shape, checkpoints: CheckpointSet
         kept_on_disk=elsewhere if is_on_disk else 0,
         block=block_bytes(model, shape),
         recomputed=recomputed,
-        outside=_norm_bytes(model, shape) + _per_token(shape),
+        outside=_norm_bytes(model, shape) + _per_token(shape) + _position_bytes(model, shape),
         logits=0 if chunked else n * vocabulary * e,
         loss_working=_loss_working(model, shape, vocabulary, chunked, hidden),
         block_working=2 * hidden + wide + _working_weight(model) * e // t,
@@ -108,7 +108,8 @@ def _kept(model: GPT2Config, shape: Shape, checkpoints: CheckpointSettings) -> t
         return layers * block, 0, 0
     if model.recompute_mode == "selective":  # Q, K and V are the inputs of what is recomputed
         core = block - block_bytes(model, shape, core=False)
-        inputs, rest, recomputed = layers * 3 * cut, layers * (block - core - 3 * cut), core
+        qkv = cut + 2 * cut * model.key_value_heads // model.num_attention_heads
+        inputs, rest, recomputed = layers * qkv, layers * (block - core - qkv), core
     else:
         calls = -(-layers // together)
         if checkpoints.contiguous_checkpointing and checkpoints.num_checkpoints is not None:
@@ -126,8 +127,10 @@ def block_bytes(model: GPT2Config, shape: Shape, core: bool = True) -> int:
     """
     n, h, e, t = shape.tokens, model.hidden_size, shape.dtype.itemsize, shape.model_parallel_size
     hidden, wide = n * h * e, n * model.mlp_size * e // t
+    shared = hidden * model.key_value_heads // model.num_attention_heads  # K, or V
     inside = _core_bytes(model, shape, hidden // t) if core else 0
-    return 2 * _norm_bytes(model, shape) + 2 * wide + 4 * hidden // t + inside
+    mlp = (4 if model.swiglu else 2) * wide  # gate, up, silu(gate) and the product; or before and after GELU
+    return 2 * _norm_bytes(model, shape) + mlp + 2 * (hidden + shared) // t + inside
 
 
 def _core_bytes(model: GPT2Config, shape: Shape, cut: int) -> int:
@@ -154,12 +157,22 @@ def _norm_bytes(model: GPT2Config, shape: Shape) -> int:
     n, h, e, is_cuda = shape.tokens, model.hidden_size, shape.dtype.itemsize, shape.device_type == "cuda"
     mask = n * h * (1 if is_cuda else e) if model.hidden_dropout > 0 else 0
     statistics = 2 * n * (FP32_BYTES if is_cuda else e)
+    if (
+        model.normalization == "RMSNorm"
+    ):  # has no mean; and on a CPU no kernel, so that the normalized values are saved, too
+        statistics = statistics // 2 + (0 if is_cuda else n * h * e)
     return (2 * n * h * e + mask + statistics) // (shape.model_parallel_size if model.sequence_parallel else 1)
 
 
 def _per_token(shape: Shape) -> int:
-    """Ids of tokens, targets and positions; the largest logit, two sums and the mask of each token."""
-    return shape.tokens * (2 * ID_BYTES + 3 * FP32_BYTES + 1) + shape.seq_length * ID_BYTES
+    """Ids of tokens and targets; the largest logit, two sums and the mask of each token."""
+    return shape.tokens * (2 * ID_BYTES + 3 * FP32_BYTES + 1)
+
+
+def _position_bytes(model: GPT2Config, shape: Shape) -> int:
+    """Ids of positions; or, of rotary ones, the cosine and sine for each pair of a head's elements."""
+    is_rotary = model.position_embedding_type == "rope"
+    return shape.seq_length * (model.head_size * shape.dtype.itemsize if is_rotary else ID_BYTES)
 
 
 def _loss_working(model: GPT2Config, shape: Shape, vocabulary: int, chunked: bool, hidden: int) -> int:

@@ -97,7 +97,7 @@ def step_moments(
 
 def muon_working(model: GPT2Config) -> int:
     """Bytes while Muon works on the largest matrix, whole even if cut: that matrix, two of the iteration, two short squares."""
-    long, short = sorted((model.mlp_size, model.hidden_size), reverse=True)
+    long, short = max(model.mlp_size, model.hidden_size), model.hidden_size  # stacked ones are taken one by one
     return (3 * long * short + 2 * short * short) * torch.bfloat16.itemsize
 
 

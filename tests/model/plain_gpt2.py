@@ -1,8 +1,9 @@
-"""A GPT-2 in plain single-process torch, with megazero's parameter names: what the tests compare with."""
+"""A GPT-2, or a Llama, in plain single-process torch, with megazero's parameter names: what the tests compare with."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -12,24 +13,47 @@ from megazero import mpu
 from megazero.model.state_dict import slice_full
 
 
-class PlainBlock(nn.Module):
-    """A pre-LN block on [b, s, h] with attention spelled out."""
+def plain_norm(config):
+    return getattr(nn, config.normalization)(config.hidden_size, config.layernorm_epsilon)
 
-    def __init__(self, h, heads, f, epsilon=1e-5):
+
+class PlainBlock(nn.Module):
+    """A block on [b, s, h], norms first, with attention spelled out."""
+
+    def __init__(self, config):
         super().__init__()
-        self.heads = heads
-        self.input_layernorm = nn.LayerNorm(h, epsilon)
-        self.attention = nn.ModuleDict({"query_key_value": nn.Linear(h, 3 * h), "dense": nn.Linear(h, h)})
-        self.post_attention_layernorm = nn.LayerNorm(h, epsilon)
-        self.mlp = nn.ModuleDict({"dense_h_to_4h": nn.Linear(h, f), "dense_4h_to_h": nn.Linear(f, h)})
+        self.config, h, f = config, config.hidden_size, config.mlp_size
+        linear = partial(nn.Linear, bias=not config.disable_bias_linear)
+        self.kv = kv = config.key_value_heads * config.head_size
+        qkv = (
+            {"query_key_value": linear(h, 3 * h)}
+            if kv == h
+            else {"query": linear(h, h), "key_value": linear(h, 2 * kv)}
+        )
+        self.input_layernorm = plain_norm(config)
+        self.attention = nn.ModuleDict({**qkv, "dense": linear(h, h)})
+        self.post_attention_layernorm = plain_norm(config)
+        up = linear(h, (1 + config.swiglu) * f)
+        self.mlp = nn.ModuleDict({"dense_h_to_4h": up, "dense_4h_to_h": linear(f, h)})
 
     def forward(self, x, mask):
-        b, s, h = x.shape
-        qkv = self.attention["query_key_value"](self.input_layernorm(x))
-        q, k, v = (y.view(b, s, self.heads, -1).transpose(1, 2) for y in qkv.split(h, dim=-1))
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(h // self.heads)).masked_fill(~mask, -math.inf)
-        x = x + self.attention["dense"]((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, h))
+        (b, s, h), d = x.shape, self.config.head_size
+        *qkv, dense = self.attention.values()
+        y = self.input_layernorm(x)
+        parts = torch.cat([layer(y) for layer in qkv], dim=-1).split((h, self.kv, self.kv), dim=-1)
+        q, k, v = (part.view(b, s, -1, d).transpose(1, 2) for part in parts)
+        if self.config.position_embedding_type == "rope":  # turns pairs as complex numbers
+            angles = torch.outer(torch.arange(s), self.config.rotary_base ** (-torch.arange(0, d, 2) / d))
+            turns = torch.polar(torch.ones_like(angles), angles)
+            turned = (torch.complex(*part.chunk(2, dim=-1)) * turns for part in (q, k))
+            q, k = (torch.cat((part.real, part.imag), dim=-1) for part in turned)
+        k, v = (part.repeat_interleave(h // self.kv, dim=1) for part in (k, v))
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(d)).masked_fill(~mask, -math.inf)
+        x = x + dense((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, h))
         y = self.mlp["dense_h_to_4h"](self.post_attention_layernorm(x))
+        if self.config.swiglu:
+            gate, up = y.chunk(2, dim=-1)
+            return x + self.mlp["dense_4h_to_h"](gate * torch.sigmoid(gate) * up)
         y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))  # GPT-2's GELU
         return x + self.mlp["dense_4h_to_h"](y)
 
@@ -39,22 +63,26 @@ class PlainGPT2(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        h, epsilon = config.hidden_size, config.layernorm_epsilon
-        self.word_embeddings = nn.Embedding(config.vocab_size, h)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, h)
+        h, v = config.hidden_size, config.vocab_size
+        self.word_embeddings, self.position_embeddings, self.output_layer = nn.Embedding(v, h), None, None
+        if config.position_embedding_type == "learned_absolute":
+            self.position_embeddings = nn.Embedding(config.max_position_embeddings, h)
         self.transformer = nn.Module()
-        self.transformer.layers = nn.ModuleList(
-            PlainBlock(h, config.num_attention_heads, config.mlp_size, epsilon) for _ in range(config.num_layers)
-        )
-        self.transformer.final_layernorm = nn.LayerNorm(h, epsilon)
+        self.transformer.layers = nn.ModuleList(PlainBlock(config) for _ in range(config.num_layers))
+        self.transformer.final_layernorm = plain_norm(config)
+        if config.untie_embeddings_and_output_weights:
+            self.output_layer = nn.Linear(h, v, bias=False)
 
     def forward(self, tokens):
         s = tokens.size(1)
         mask = torch.ones(s, s, dtype=torch.bool).tril()
-        x = self.word_embeddings(tokens) + self.position_embeddings(torch.arange(s))
+        x = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(torch.arange(s))
         for layer in self.transformer.layers:
             x = layer(x, mask)
-        return F.linear(self.transformer.final_layernorm(x), self.word_embeddings.weight)
+        head = self.word_embeddings if self.output_layer is None else self.output_layer
+        return F.linear(self.transformer.final_layernorm(x), head.weight)
 
     def loss(self, tokens, targets):
         """Per-token loss [b, s]."""

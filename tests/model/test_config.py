@@ -25,7 +25,7 @@ from tests.ranks import run_ranks
 ODD = {
     "num_layers": 2,
     "hidden_size": 12,
-    "num_attention_heads": 3,
+    "num_attention_heads": 6,
     "intermediate_size": 20,
     "max_position_embeddings": 7,
     "vocab_size": 11,
@@ -66,7 +66,6 @@ def test_full_shapes_are_those_of_the_model_and_of_a_plain_gpt2(one_rank):
 # Splits over two ranks.
 EVEN = {
     **ODD,
-    "num_attention_heads": 2,
     "make_vocab_size_divisible_by": 1,
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
@@ -87,24 +86,42 @@ ALIKE = {
 }
 # and those whose other values need a package, a compiler, other names of parameters or a further field.
 TESTED_ELSEWHERE = "recompute_budget_gb layernorm compile memory_centric_tiled_linear tile_factor".split()
+TESTED_ELSEWHERE += ["group_query_attention"]
 # All others, each with a value that makes another model.
 OTHERS = {
     "num_layers": 3,
     "hidden_size": 24,
-    "num_attention_heads": 4,
+    "num_attention_heads": 2,
     "intermediate_size": 24,
     "max_position_embeddings": 8,
     "vocab_size": 12,
     "layernorm_epsilon": 1e-6,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "position_embedding_type": "rope",
+    "rotary_base": 500,
+    "num_query_groups": 2,
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
 }
+# What both models have, as the field means nothing without.
+BOTH = {
+    "rotary_base": {"position_embedding_type": "rope"},
+    "num_query_groups": {"group_query_attention": True, "num_query_groups": 6},
+}
+
+
+def two_models(name, **options):
+    """Of the same options, with ODD's or EVEN's sizes, but for one of OTHERS."""
+    config = GPT2Config(**options, **BOTH.get(name, {}))
+    return config, replace(config, **{name: OTHERS[name]})
 
 
 def test_what_makes_another_model_is_compared_on_resume_kept_for_inference_and_told_to_hugging_face(one_rank):
     unsorted = {field.name for field in fields(GPT2Config)} ^ {*ALIKE, *TESTED_ELSEWHERE, *OTHERS}
     assert not unsorted, "OTHERS has what makes another model of the same weights, ALIKE what does not"
-    config = GPT2Config(**ODD)
     for name, value in OTHERS.items():
-        other = replace(config, **{name: value})
+        config, other = two_models(name, **ODD)
         assert name in (UNSEEN_IN_SHAPES if other.full_shapes() == config.full_shapes() else SEEN_IN_SHAPES), name
         assert config.differences(other) == {name: (getattr(config, name), value)}
         assert getattr(other.for_inference(), name) == value, name
@@ -142,8 +159,7 @@ def told_to_huggingface(config):
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_makes_another_model_is_counted(one_rank, name):
     """In parameters, FLOPs, and the bytes that the planner says are saved for the backward."""
-    plain = GPT2Config(**ODD, make_vocab_size_divisible_by=1, attention_dropout=0.0, hidden_dropout=0.0)
-    config = replace(plain, **{name: OTHERS[name]})
+    _, config = two_models(name, **ODD, make_vocab_size_divisible_by=1, attention_dropout=0.0, hidden_dropout=0.0)
     model, s = GPT2Model(config), config.max_position_embeddings
     assert {name: tuple(p.shape) for name, p in model.named_parameters()} == config.full_shapes()
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # flash attention's are not counted
@@ -156,7 +172,7 @@ def test_what_makes_another_model_is_counted(one_rank, name):
 @pytest.mark.parametrize("name", OTHERS)
 @torch.no_grad()
 def test_what_makes_another_model_reads_the_same_with_a_cache_and_beside_other_documents(one_rank, name):
-    config = GPT2Config(**{**EVEN, name: OTHERS[name]})
+    _, config = two_models(name, **EVEN)
     model = GPT2Model(config)
     randomize(model)
     tokens, cache = random_tokens(2, 7, config.vocab_size), KeyValueCache(config, 2, 7)
@@ -170,8 +186,8 @@ def test_what_makes_another_model_reads_the_same_with_a_cache_and_beside_other_d
 
 def split_case(others):
     groups = mpu.initialize_model_parallel(2)
-    for name, value in others.items():
-        config = GPT2Config(**{**EVEN, name: value})
+    for name in others:
+        _, config = two_models(name, **EVEN)
         tokens = random_tokens(3, 7, config.vocab_size)
         weight = torch.rand(3, 6, generator=torch.Generator().manual_seed(2))  # so that no two tokens count alike
         for sequence_parallel in (False, True):

@@ -77,6 +77,24 @@ def test_another_epsilon_of_the_norms_equals_plain_gpt2_with_it():
     run_ranks(2, loss_and_gradients_case, small_config(layernorm_epsilon=0.5))
 
 
+LLAMA = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "position_embedding_type": "rope",
+    "rotary_base": 500,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("more", [{}, {"recompute": "selective"}, {"checkpoint_activations": True}])
+def test_a_llama_equals_a_plain_one(world_size, more):
+    run_ranks(world_size, loss_and_gradients_case, small_config(**LLAMA, **more))
+
+
 def test_three_ranks_with_three_heads_and_an_odd_mlp_equal_plain_gpt2():
     run_ranks(3, loss_and_gradients_case, small_config(hidden_size=21, num_attention_heads=3, intermediate_size=33))
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from megazero import mpu
+from megazero.model.config import GPT2Config
 from megazero.model.megatron import (
     BertParallelSelfAttention,
     BertParallelTransformerLayer,
@@ -94,7 +95,7 @@ def test_bert_layer_equals_plain_torch(world_size, is_bool):
 def gpt2_case(is_checkpointed):
     mpu.initialize_model_parallel(torch.distributed.get_world_size())
     plain = nn.Module()
-    plain.layers = nn.ModuleList(PlainBlock(H, HEADS, 4 * H) for _ in range(3))
+    plain.layers = nn.ModuleList(PlainBlock(GPT2Config(hidden_size=H, num_attention_heads=HEADS)) for _ in range(3))
     plain.final_layernorm = nn.LayerNorm(H)
     model = GPT2ParallelTransformer(3, H, HEADS, 0.0, 0.0, is_checkpointed, checkpoint_num_layers=2)
     load_same(model, plain)
