@@ -38,8 +38,12 @@ class Activations:
     logits: int = 0  # 0 if the loss computes them in chunks
     loss_working: int = 0  # in addition, in the backward of loss and head
     block_working: int = 0  # in the backward of a block: gradients of its largest activations and of a weight
-    freed_early: int = 0  # of `block`, before the first weight gradient is added up: the input of the last layer
-    head_gradient: int = 0  # of the tied weight: held from the head's backward to the embedding's
+    later_working: int = 0  # the same when the first weight gradient is added up, less what is freed by then
+    table_gradient: int = 0  # of the embedding's weight, and of the head's
+    head_gradient: int = 0  # the head's, if it is tied: held from the head's backward to the embedding's
+    head_working: int = (
+        0  # if it is not tied: this gradient and that of the head's input, while the root's G takes the first
+    )
 
     @property
     def saved(self) -> int:
@@ -74,6 +78,8 @@ def plan_activations(model: GPT2Config, shape: Shape, checkpoints: CheckpointSet
     vocabulary = model.padded_vocab_size(t) // t
     chunked = 0 < model.vocab_chunk_size < vocabulary or 0 < model.sequence_chunk_size < shape.seq_length
     kept, elsewhere, recomputed = _kept(model, shape, checkpoints)
+    weight = _working_weight(model) * e // t
+    table, is_tied = vocabulary * h * e, not model.untie_embeddings_and_output_weights
     is_on_disk = checkpoints.checkpoint_nvme_path is not None
     return Activations(
         kept=kept,
@@ -84,15 +90,27 @@ def plan_activations(model: GPT2Config, shape: Shape, checkpoints: CheckpointSet
         outside=_norm_bytes(model, shape) + _per_token(shape) + _position_bytes(model, shape),
         logits=0 if chunked else n * vocabulary * e,
         loss_working=_loss_working(model, shape, vocabulary, chunked, hidden),
-        block_working=2 * hidden + wide + _working_weight(model) * e // t,
-        freed_early=0 if model.memory_centric_tiled_linear else wide,
-        head_gradient=vocabulary * h * e,
+        block_working=2 * hidden + wide + weight,
+        later_working=2 * hidden + _later_working(model, wide, weight),
+        table_gradient=table,
+        head_gradient=table if is_tied else 0,
+        head_working=0 if is_tied else table + hidden,
     )
 
 
 def _working_weight(model: GPT2Config) -> int:
     """Elements of the weight whose gradient is made at the peak: the MLP's, or that of Q, K and V if the MLP's are in tiles."""
     return model.hidden_size * (3 * model.hidden_size if model.memory_centric_tiled_linear else model.mlp_size)
+
+
+def _later_working(model: GPT2Config, wide: int, weight: int) -> int:
+    """What the MLP's backward works with, besides two hidden states, from its first weight gradient on, less what is freed.
+
+    The input of the last layer is freed. With SwiGLU there are then three gradients, of gate, silu(gate) and up; and in the end,
+    when all four values that the MLP has saved are freed, two of gate and up together, and of their weights.
+    """
+    first = weight + (wide if model.memory_centric_tiled_linear else 0)
+    return max(first, 2 * wide, 2 * weight - 2 * wide) if model.swiglu else first
 
 
 def _kept(model: GPT2Config, shape: Shape, checkpoints: CheckpointSettings) -> tuple[int, int, int]:
@@ -108,7 +126,7 @@ def _kept(model: GPT2Config, shape: Shape, checkpoints: CheckpointSettings) -> t
         return layers * block, 0, 0
     if model.recompute_mode == "selective":  # Q, K and V are the inputs of what is recomputed
         core = block - block_bytes(model, shape, core=False)
-        qkv = cut + 2 * cut * model.key_value_heads // model.num_attention_heads
+        qkv = _qkv_bytes(model, cut)
         inputs, rest, recomputed = layers * qkv, layers * (block - core - qkv), core
     else:
         calls = -(-layers // together)
@@ -127,10 +145,15 @@ def block_bytes(model: GPT2Config, shape: Shape, core: bool = True) -> int:
     """
     n, h, e, t = shape.tokens, model.hidden_size, shape.dtype.itemsize, shape.model_parallel_size
     hidden, wide = n * h * e, n * model.mlp_size * e // t
-    shared = hidden * model.key_value_heads // model.num_attention_heads  # K, or V
-    inside = _core_bytes(model, shape, hidden // t) if core else 0
+    context = hidden // t
+    inside = _core_bytes(model, shape, context) if core else 0
     mlp = (4 if model.swiglu else 2) * wide  # gate, up, silu(gate) and the product; or before and after GELU
-    return 2 * _norm_bytes(model, shape) + mlp + 2 * (hidden + shared) // t + inside
+    return 2 * _norm_bytes(model, shape) + mlp + _qkv_bytes(model, context) + context + inside
+
+
+def _qkv_bytes(model: GPT2Config, cut: int) -> int:
+    """Q, of as many bytes as the context, and K and V, of as many or, if heads share them, of fewer."""
+    return cut + 2 * cut * model.key_value_heads // model.num_attention_heads
 
 
 def _core_bytes(model: GPT2Config, shape: Shape, cut: int) -> int:
@@ -138,10 +161,12 @@ def _core_bytes(model: GPT2Config, shape: Shape, cut: int) -> int:
     rows = shape.tokens * model.num_attention_heads // shape.model_parallel_size
     fp32_cut = cut // shape.dtype.itemsize * FP32_BYTES
     if shape.device_type == "cpu" and model.attention_dropout > 0:
-        # No fused kernel: softmax, noise and their product for every pair of tokens, and Q, K and V, all in fp32.
+        # No fused kernel: softmax, noise and their product for every pair of tokens, and Q, K and V of each head, all in fp32.
         scores = 3 * rows * shape.seq_length * FP32_BYTES
+        qkv = _qkv_bytes(model, cut)
         is_view = shape.dtype == torch.float32 and shape.batch_size == 1  # V then stays where Q and K have been
-        return scores + 3 * (fp32_cut - cut) + (2 * cut if is_view else 0)
+        is_view = is_view and qkv == 3 * cut and model.position_embedding_type == "learned_absolute"
+        return scores + 3 * fp32_cut - qkv + (2 * cut if is_view else 0)
     # Flash attention writes the context in the order of its inputs. The kernel for fp32 on GPUs does not, so the context is
     # copied.
     merged = cut if shape.device_type == "cuda" and shape.dtype == torch.float32 and shape.batch_size > 1 else 0
@@ -156,12 +181,12 @@ def _norm_bytes(model: GPT2Config, shape: Shape) -> int:
     """
     n, h, e, is_cuda = shape.tokens, model.hidden_size, shape.dtype.itemsize, shape.device_type == "cuda"
     mask = n * h * (1 if is_cuda else e) if model.hidden_dropout > 0 else 0
-    statistics = 2 * n * (FP32_BYTES if is_cuda else e)
-    if (
-        model.normalization == "RMSNorm"
-    ):  # has no mean; and on a CPU no kernel, so that the normalized values are saved, too
-        statistics = statistics // 2 + (0 if is_cuda else n * h * e)
-    return (2 * n * h * e + mask + statistics) // (shape.model_parallel_size if model.sequence_parallel else 1)
+    values, statistics = 2 * n * h * e, 2 * n * (FP32_BYTES if is_cuda else e)
+    if model.normalization == "RMSNorm":
+        # It has no mean. On a CPU it has no kernel either: its input and its result are saved in fp32.
+        values = values if is_cuda else n * h * (e + 2 * FP32_BYTES)
+        statistics = n * FP32_BYTES
+    return (values + mask + statistics) // (shape.model_parallel_size if model.sequence_parallel else 1)
 
 
 def _per_token(shape: Shape) -> int:

@@ -1,7 +1,7 @@
 """What a rank's accelerator holds at the moments of a step that can be its peak: states, buffers and activations together.
 
 In forward, activations pile up; the loss adds the logits and their gradient. In backward, activations are freed block by block
-while gradients appear. The gradient of the head's weight comes first: that weight is tied to the embedding, so its gradient waits
+while gradients appear. The gradient of the head's weight comes first: if that weight is tied to the embedding, its gradient waits
 in autograd until the end, when the root's gradient is made from it. Then comes each block's gradient, whole until it is reduced,
 which happens during the next block's backward. At the update, only states are left.
 """
@@ -86,9 +86,10 @@ def step_moments(
     # Between forward and backward.
     between = rest + (root.gathered if settings.zero.gather_limits == GatherLimits() else states.gathered)
     last_to_go = _last_to_go([root, *units])
+    at_loss = max(work.loss_working, work.head_working + root.early - work.logits if work.head_working else 0)
     return {
         # The last unit stays, because its backward comes next.
-        "loss": between + units[-1].gathered + work.saved + work.loss_working + (last_to_go if has_earlier else 0),
+        "loss": between + units[-1].gathered + work.saved + at_loss + (last_to_go if has_earlier else 0),
         "blocks' backward": between + _blocks_backward(units, root, settings, work, num_layers, adding),
         "embedding's backward": between + _embedding_backward(units, root, settings, work, adding),
         "update": states.resident + max(states.updating + update_working, last_to_go),
@@ -129,7 +130,7 @@ def _blocks_backward(
         start = start_of.setdefault(piece, index) if together > 1 else index  # from there on units are whole
         end = min((piece + 1) * together, num_layers)
         recomputed = work.recomputed * (together - (end - 1 - unit.last_block)) // together
-        kept = work.kept * end // num_layers + recomputed + work.block_working + work.head_gradient
+        kept = work.kept * end // num_layers + recomputed + work.head_gradient
         here = sum(other.gathered for other in units[start:index] if not other.is_linear_tile) + unit.gathered
         if settings.zero.overlap_comm:
             fetched = units[max(0, start - 1 - FETCHES_BEFORE_GATHER) : max(0, start - 1)]
@@ -137,7 +138,7 @@ def _blocks_backward(
         # G is allocated with a weight's first gradient; when it is complete, activations of earlier units' blocks still exist.
         earlier_blocks = units[index - 1].last_block + 1 if index else 0
         complete = work.kept * earlier_blocks // num_layers + work.head_gradient + _being_kept(units, index, settings)
-        held = max(kept - min(unit.gradient, work.freed_early), complete)
+        held = max(kept + max(work.block_working - unit.gradient, work.later_working), complete)
         most = max(most, here + held + _gradients(units, root, index, settings, adding))
     return most
 
@@ -147,11 +148,11 @@ def _embedding_backward(
 ) -> int:
     """What the embedding's backward takes, besides what exists between forward and backward.
 
-    Autograd adds up the gradients of both uses of the tied weight; then the root's gradient is made from the sum, and sent.
+    Autograd adds up the gradients of both uses of a tied weight; then the root's gradient is made from the sum, and sent.
     """
     made = root.gradient - root.early
     sent = made + max(root.wire, _being_kept(units, -1, settings))
-    taken = max(2 * work.head_gradient, work.head_gradient + made, sent)
+    taken = max(work.head_gradient + work.table_gradient, work.head_gradient + made, sent)
     next_gather = units[FIRST].gathered if settings.micro_batches > 1 else 0  # the next micro-batch begins with it
     return _gradients(units, root, -1, settings, adding) + taken + next_gather
 

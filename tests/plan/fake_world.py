@@ -205,16 +205,42 @@ class ThreadAtOnce:
 
 
 def device_attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` as a CUDA device computes it in 16 bits."""
+    """`F.scaled_dot_product_attention` as a CUDA device computes it in 16 bits, where K and V may have fewer heads."""
     assert attn_mask is None, "no kernel for masks here"
+    assert enable_gqa == (k.size(1) < q.size(1))
     return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
 
 
 def device_dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     """`F.dropout` as a CUDA device computes it: the mask is of booleans."""
     return torch.native_dropout(x, p, training)[0] if training and p > 0 else x
+
+
+class _DeviceRMSNorm(torch.autograd.Function):
+    """One kernel each way, which saves one fp32 number for each token; on the meta device it would be many small operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def device_rms_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
+    """`F.rms_norm` as a CUDA device computes it."""
+    return _DeviceRMSNorm.apply(x, weight)
 
 
 @contextmanager
@@ -238,6 +264,7 @@ def fake_world(
             patch.setattr(link, "CudaCopyStream", DirectStream)
         patch.setattr(F, "scaled_dot_product_attention", device_attention)
         patch.setattr(F, "dropout", device_dropout)
+        patch.setattr(F, "rms_norm", device_rms_norm)
         patch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_, **__: None)
         patch.setattr(adam_kernels, "mixed_kernel", lambda needs_float16: held.adam)
         for module in (link, nvme_home, writer, checkpointing.storage):

@@ -18,6 +18,11 @@ WIDTHS = {  # billions of parameters: layers, and the rest
     10: (50, "--hidden-size 4096 --num-attention-heads 32"),
     100: (80, "--hidden-size 10240 --num-attention-heads 80"),
 }
+LLAMA = (
+    "--normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear --group-query-attention "
+    "--num-query-groups 8"
+)
+UNTIED = f"{LLAMA} --untie-embeddings-and-output-weights"
 
 
 def check(billions: float, ranks: int, flags: str, layers: int | None = None, rank: int = 0, steps: int = 2) -> None:
@@ -129,6 +134,23 @@ CASES = {
         4,
         "--zero-stage 3 --batch-size 1 --global-batch-size 8 --memory-centric-tiled-linear --tile-factor 2 "
         "--checkpoint-activations",
+    ),
+    "Llama": (10, 8, f"{UNTIED} --zero-stage 2 --batch-size 8"),
+    "Llama, two micro-batches, O on the host": (
+        10,
+        8,
+        f"{UNTIED} --zero-stage 2 --batch-size 1 --global-batch-size 16 --offload-optimizer cpu",
+    ),
+    "Llama, tied, all over 8": (10, 8, f"{LLAMA} --zero-stage 3 --batch-size 4 --recompute selective"),
+    "Llama, tiles, Muon": (
+        10,
+        8,
+        f"{UNTIED} --zero-stage 3 --batch-size 1 --memory-centric-tiled-linear --tile-factor 2 --optimizer muon",
+    ),
+    "Llama, sequence-parallel": (
+        10,
+        8,
+        f"{UNTIED} --zero-stage 3 --model-parallel-size 8 --sequence-parallel --batch-size 1",
     ),
     "chunks of the sequence": (1.5, 2, "--zero-stage 2 --batch-size 8 --sequence-chunk-size 300"),
     "chunks of the sequence, fp32": (
