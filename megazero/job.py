@@ -17,7 +17,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.engine import Engine
 from megazero.logging import ALIKE, get_logger
 from megazero.model.block import Transformer
-from megazero.model.config import SEEN_IN_SHAPES, GPT2Config
+from megazero.model.config import SIZES, GPT2Config
 from megazero.model.documents import document_mask
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.init import NoDraws
@@ -39,7 +39,7 @@ from megazero.zero.registry import bucket_of
 logger = get_logger(__name__)
 
 # Sizes describe any model, also to the checks; other flags are what a `GPT2Model` and its forward_step carry out.
-_SIZES = {*SEEN_IN_SHAPES, "num_attention_heads"}
+_SIZES = {*SIZES, "num_attention_heads"}
 _FORWARD = {"reset_position_ids", "reset_attention_mask"}
 
 SLOW_PRODUCTS = 3.0  # times as long as in fp32, from where on the user is told

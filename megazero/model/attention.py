@@ -62,6 +62,7 @@ class ParallelSelfAttention(nn.Module):
         where: `group`, `device` and `dtype`, as of `mpu`'s layers.
 
     Attributes:
+        heads_per_key: heads that share their keys and values.
         recomputes_core: keep Q, K and V, and run the attention itself again in backward (arXiv:2205.05198, sec. 5). What the
             projections keep, they keep.
         checkpointer: how they are kept; None is `activation_checkpointing.default`.
@@ -77,8 +78,8 @@ class ParallelSelfAttention(nn.Module):
         where["sequence_parallel"] = config.sequence_parallel
         where["bias"] = not config.disable_bias_linear
         column = {"gather_output": False, "init_method": normal_init(config), **where}
-        self.shares_keys = config.key_value_heads < config.num_attention_heads
-        if self.shares_keys:
+        self.heads_per_key = config.num_attention_heads // config.key_value_heads
+        if self.heads_per_key > 1:
             self.query = mpu.ColumnParallelLinear(h, h, **column)
             kv = config.key_value_heads * self.head_size
             self.key_value = mpu.ColumnParallelLinear(h, 2 * kv, stride=2, **column)
@@ -126,7 +127,7 @@ class ParallelSelfAttention(nn.Module):
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
         """Q, K and V, views [s, b, n d/t] of what one message brings."""
-        if not self.shares_keys:
+        if self.heads_per_key == 1:
             return self.query_key_value(x).chunk(3, dim=-1)
         q, kv = parallel_columns(x, self.query, self.key_value)
         return q, *kv.chunk(2, dim=-1)

@@ -17,16 +17,18 @@ BLOCK_MODES = RECOMPUTE[:3]  # what one block can recompute
 _Shapes: TypeAlias = dict[str, tuple[int, ...]]  # of a module's parameters
 
 # Fields that make another model: those that the shapes of its parameters show, and those that none does.
+SIZES = ("num_layers", "hidden_size", "intermediate_size", "max_position_embeddings", "vocab_size")
 SEEN_IN_SHAPES = (
-    *("num_layers", "hidden_size", "intermediate_size", "max_position_embeddings", "vocab_size"),
-    *("normalization", "swiglu", "position_embedding_type", "num_query_groups", "disable_bias_linear"),
+    *SIZES,
+    "normalization",
+    "swiglu",
+    "position_embedding_type",
+    "num_query_groups",
+    "disable_bias_linear",
     "untie_embeddings_and_output_weights",
 )
 UNSEEN_IN_SHAPES = ("num_attention_heads", "layernorm_epsilon", "rotary_base")
-_BEYOND_GPT2 = (
-    *("normalization", "swiglu", "position_embedding_type", "rotary_base", "group_query_attention", "num_query_groups"),
-    *("disable_bias_linear", "untie_embeddings_and_output_weights"),
-)
+_BEYOND_GPT2 = {*SEEN_IN_SHAPES, "group_query_attention", "rotary_base"} - {*SIZES}
 
 
 @dataclass(frozen=True)

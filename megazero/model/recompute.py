@@ -137,14 +137,18 @@ def measure_block(
     """Bytes that a block keeps in each mode, and the time of what it runs again: all of it, or the inside of its attention."""
     attention, group = block.attention, block.attention.dense.group
     checkpointer = attention.checkpointer or activation_checkpointing.default
-    weight = attention.query_key_value.weight
+    weight = attention.dense.weight  # [h, h/t]
     was_selective, streams = attention.recomputes_core, RngState.capture()
     slices = group.size() if block.sequence_parallel else 1
     with GatheredParameters(block.parameters()), torch.enable_grad(), in_mode(block, training=True):
         like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
-        x = torch.randn(seq_length // slices, micro_batch_size, weight.size(1), **like)
-        heads = weight.size(0) // 3 // attention.head_size
-        q, k, v = torch.randn(3, micro_batch_size, heads, seq_length, attention.head_size, **like).requires_grad_()
+        # Without rotary positions: they change no number of bytes.
+        x = torch.randn(seq_length // slices, micro_batch_size, weight.size(0), **like).requires_grad_()
+        heads = weight.size(1) // attention.head_size
+        q, k, v = (
+            torch.randn(micro_batch_size, n, seq_length, attention.head_size, **like).requires_grad_()
+            for n in (heads, *[heads // attention.heads_per_key] * 2)
+        )
         try:
             nbytes = {}
             for mode in ("none", "selective"):
@@ -153,7 +157,7 @@ def measure_block(
             attention.recomputes_core = False
             # What a call keeps of its input, as it is told to keep it.
             checkpoint = checkpointer.checkpoint_sharded if slices > 1 else checkpointer.checkpoint
-            run = partial(checkpoint, block, x.clone().requires_grad_(), mask)
+            run = partial(checkpoint, block, x.detach().clone().requires_grad_(), mask)
             nbytes["full"] = _kept_bytes(run, block, mask, checkpointer.storage)
             core = partial(attention.core(is_causal=mask is None), q, k, v, mask)
             seconds = {

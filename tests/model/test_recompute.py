@@ -11,9 +11,11 @@ from megazero.arguments import load_config
 from megazero.model.config import BLOCK_MODES
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.recompute import decide_recompute, measure_block, peak_bytes
+from megazero.plan import Shape
+from megazero.plan import block_bytes as planned_bytes
 from tests.model.plain_gpt2 import random_tokens, randomize
 from tests.model.test_activation_memory import A, B, H, S, block_bytes
-from tests.model.test_gpt2 import VOCAB, small_config
+from tests.model.test_gpt2 import LLAMA, VOCAB, small_config
 from tests.ranks import run_ranks
 from tests.zero.models import full_grad, make_engine
 
@@ -85,6 +87,13 @@ def test_a_mask_is_nobodys_activation(one_rank):
     costs = measure_block(block, S, B, mask)
     assert costs["full"].nbytes == S * B * H * 4
     assert not block.training and block.attention.recomputes_core and all(p.grad is None for p in block.parameters())
+
+
+def test_a_llamas_block_is_measured_as_the_planner_counts_it(one_rank):
+    config = auto_config(**LLAMA, hidden_dropout=0.0)
+    costs, shape = measure_block(GPT2Model(config).transformer.layers[0], S, B), Shape(B, S, 1, torch.float32, "cpu")
+    assert costs["none"].nbytes == planned_bytes(config, shape)
+    assert costs["selective"].nbytes == planned_bytes(config, shape, core=False)
 
 
 def test_what_rests_on_a_drive_takes_no_memory(one_rank, tmp_path):

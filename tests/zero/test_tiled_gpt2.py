@@ -16,6 +16,7 @@ from megazero.model.gpt2 import GPT2Model
 from megazero.model.state_dict import merge_full
 from megazero.zero import Init
 from tests.model.plain_gpt2 import random_tokens
+from tests.model.test_gpt2 import LLAMA
 from tests.ranks import run_ranks
 from tests.zero.models import make_engine
 from tests.zero.test_memory import sampled
@@ -73,9 +74,9 @@ def train(config: GPT2Config, stage: int) -> tuple[Trace, int, int]:
     return trace, most, largest
 
 
-def equal_case(model_parallel_size: int) -> None:
+def equal_case(model_parallel_size: int, config: GPT2Config) -> None:
     mpu.initialize_model_parallel(model_parallel_size)
-    want, _, _ = train(CONFIG, 0)
+    want, _, _ = train(config, 0)
     for factor, stage, recomputed, sequence_parallel in (
         (1, 0, False, False),
         (3, 3, False, False),
@@ -83,7 +84,7 @@ def equal_case(model_parallel_size: int) -> None:
         (3, 0, False, True),
         (2, 3, True, True),
     ):
-        tiled = replace(CONFIG, memory_centric_tiled_linear=True, tile_factor=factor, checkpoint_activations=recomputed)
+        tiled = replace(config, memory_centric_tiled_linear=True, tile_factor=factor, checkpoint_activations=recomputed)
         tiled = replace(tiled, sequence_parallel=sequence_parallel)
         mpu.partition_activations_in_checkpoint(recomputed)
         got, most, largest = train(tiled, stage)
@@ -100,9 +101,10 @@ def equal_case(model_parallel_size: int) -> None:
     mpu.partition_activations_in_checkpoint(False)
 
 
+@pytest.mark.parametrize("architecture", [{}, LLAMA], ids=["", "llama"])
 @pytest.mark.parametrize("world_size, model_parallel_size", [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)])
-def test_a_tiled_gpt2_starts_and_trains_as_the_whole_one(world_size, model_parallel_size):
-    run_ranks(world_size, equal_case, model_parallel_size)
+def test_a_tiled_model_starts_and_trains_as_the_whole_one(world_size, model_parallel_size, architecture):
+    run_ranks(world_size, equal_case, model_parallel_size, replace(CONFIG, **architecture))
 
 
 def test_flags_and_what_does_not_fit():
