@@ -201,7 +201,7 @@ class Config:
         if self.data.seq_length > self.model.max_position_embeddings:
             raise ValueError(
                 f"--seq-length {self.data.seq_length} is longer than --max-position-embeddings "
-                f"{self.model.max_position_embeddings}: there is no embedding for the last positions. "
+                f"{self.model.max_position_embeddings}: the last tokens would have no position. "
                 f"Use --max-position-embeddings {self.data.seq_length}."
             )
         if self.training.profile_steps and not self.profile_dir:

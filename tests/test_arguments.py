@@ -240,6 +240,27 @@ def test_the_flags_of_the_zero3_example_are_understood(caplog):
     assert "--split-transformers (" in caplog.text and "--zero-reduce-scatter" not in caplog.text
 
 
+def test_the_flags_of_megatrons_llama_example_make_a_llama():
+    flags = """--ffn-hidden-size 14336 --group-query-attention --num-query-groups 8 --position-embedding-type rope
+    --rotary-base 1000000 --rotary-percent 1.0 --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --num-attention-heads 32 --hidden-size 4096"""
+    model = load_config(flags.split()).model
+    assert model.architecture == " ".join(
+        f"--{flag}"
+        for flag in (
+            "normalization RMSNorm",
+            "swiglu",
+            "position-embedding-type rope",
+            "rotary-base 1000000",
+            "num-query-groups 8",
+            "disable-bias-linear",
+            "untie-embeddings-and-output-weights",
+        )
+    )
+    with pytest.raises(ValueError, match="--use-rotary-position-embeddings does not apply here: use --position-emb"):
+        load_config(["--use-rotary-position-embeddings"])
+
+
 def test_flags_that_tune_the_log_and_kernels_of_later_megatrons_change_nothing_and_are_named(caplog):
     caplog.set_level(logging.INFO, logger="megazero")
     flags = [[flag] + ["5"] * (flag in WITH_VALUE) for flag in NO_EFFECT]

@@ -73,8 +73,8 @@ def plain_rate(step: int) -> float:
     return max(LEAST_RATE, RATE * (1 + math.cos(math.pi * done)) / 2)
 
 
-def plain_model(start: dict[str, Tensor]) -> PlainGPT2:
-    config = load_config(MODEL).model
+def plain_model(start: dict[str, Tensor], more: Sequence[str] = ()) -> PlainGPT2:
+    config = load_config([*MODEL, *more]).model
     model = PlainGPT2(replace(config, vocab_size=len(start["word_embeddings.weight"])))
     model.load_state_dict(start)
     for module in model.modules():
@@ -86,9 +86,11 @@ def plain_model(start: dict[str, Tensor]) -> PlainGPT2:
 FULL = (GLOBAL_BATCH,) * STEPS  # sequences of each step
 
 
-def plain_training(start: dict[str, Tensor], data: Tensor, eod: int, batches: Sequence[int] = FULL) -> Learned:
-    """By torch alone."""
-    model = plain_model(start)
+def plain_training(
+    start: dict[str, Tensor], data: Tensor, eod: int, batches: Sequence[int] = FULL, more: Sequence[str] = ()
+) -> Learned:
+    """By torch alone; `more` are flags of the model."""
+    model = plain_model(start, more)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": DECAY},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
@@ -162,12 +164,13 @@ def test_a_batch_that_grows_trains_as_in_plain_torch_and_goes_on_growing_on_othe
     assert saved["consumed_samples"] == saved["train_samples"] == 4 + 4 + 4 + 8 + 12 * 4
 
 
-def plain_muon(start: dict[str, Tensor], data: Tensor, eod: int, momentum: float) -> Learned:
-    """By torch's Muon for the blocks' matrices, with Q, K and V apart, and its AdamW for the rest."""
-    model, parts = plain_model(start), []
+def plain_muon(start: dict[str, Tensor], data: Tensor, eod: int, momentum: float, more: Sequence[str] = ()) -> Learned:
+    """By torch's Muon for the blocks' matrices, with Q, K and V apart, gate and up too, and its AdamW for the rest."""
+    model, parts = plain_model(start, more), []
+    stacked = {"query_key_value": 3, "key_value": 2, "dense_h_to_4h": 1 + ("--swiglu" in more)}
     for name, weight in model.named_parameters():
         if weight.dim() == 2 and "layers." in name:
-            views = weight.data.chunk(3 if "query_key_value" in name else 1)
+            views = weight.data.chunk(stacked.get(name.split(".")[-2], 1))
             parts.append((weight, [nn.Parameter(view) for view in views]))  # the same memory
     matrices = {weight for weight, _ in parts}
     rest = [p for p in model.parameters() if p not in matrices]
@@ -195,6 +198,33 @@ def test_the_job_trains_with_muon(corpus, starts, tmp_path, more):
     # Directions are rounded to bf16, which makes more of a last bit.
     torch.testing.assert_close(got[:2], want[:2], rtol=1e-2, atol=0)
     torch.testing.assert_close(got[2], want[2], rtol=0, atol=0.01)
+
+
+LLAMA = """--normalization RMSNorm --swiglu --position-embedding-type rope --rotary-base 100 --group-query-attention
+    --num-query-groups 2 --disable-bias-linear --untie-embeddings-and-output-weights""".split()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_llama_trains_as_in_plain_torch_and_goes_on_under_another_stage_and_split(corpus, tmp_path, optimizer):
+    if optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    llama = [*LLAMA, "--seed", "77", "--optimizer", optimizer, "--muon-momentum", "0.8"]
+    *_, start = train(corpus, tmp_path / "start", 1, *llama, "--exit-interval", "1")
+    data, eod = plain_order(corpus, 77), build_tokenizer_from(load_config(corpus).data).eod
+    if optimizer == "muon":
+        want = plain_muon(start, data, eod, 0.8, more=LLAMA)
+    else:
+        want = plain_training(start, data, eod, more=LLAMA)
+    save = tmp_path / "run"
+    more = [*corpus, "--save", str(save), *llama, "--zero-stage", "3", "--exit-interval", "4"]
+    assert run_job([*MODEL, *FLAGS, *more], 2).returncode == 0
+    split = "--zero-stage 1 --model-parallel-size 2 --sequence-parallel --recompute selective".split()
+    got = train(corpus, save, 2, *llama, *split, "--load", str(save))
+    if optimizer == "adamw":
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    else:  # directions are rounded to bf16
+        torch.testing.assert_close(got[:2], want[:2], rtol=1e-2, atol=0)
+        torch.testing.assert_close(got[2], want[2], rtol=0, atol=0.01)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

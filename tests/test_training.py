@@ -1277,8 +1277,12 @@ def test_data_of_another_vocabulary_foreign_and_truncated_files_are_refused(corp
 
 def test_checkpoint_of_another_model_is_refused_and_other_data_are_said(corpus, tmp_path):
     assert run_job(flags(corpus, tmp_path, 2), 1).returncode == 0
-    other = flags(corpus, tmp_path, 4, "--num-layers", "3", "--num-attention-heads", "2", "--intermediate-size", "48")
-    check_one_line(run_job(other, 1), "Give --num-layers 2 --intermediate-size 128 --num-attention-heads 4.")
+    other = flags(
+        corpus, tmp_path, 4, "--num-layers", "3", "--num-attention-heads", "2", "--intermediate-size", "48", "--swiglu"
+    )
+    check_one_line(
+        run_job(other, 1), "Give --num-layers 2 --intermediate-size 128 --no-swiglu --num-attention-heads 4."
+    )
     quiet = ("--log-interval", "2", "--eval-interval", "7", "--save-interval", "9", "--num-workers", "1")
     said = ("--seed", "5", "--split", "7,2,1", "--no-eod-mask-loss", "--lr", "2e-3", "--bf16", "--zero-stage", "1")
     done = run_job(flags(corpus, tmp_path, 4, *quiet, *said), 2)

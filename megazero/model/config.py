@@ -356,37 +356,29 @@ class GPT2Config:
     def full_shapes(self) -> _Shapes:
         """Name and full shape (uncut, vocabulary without padding) of every parameter of a `GPT2Model`, in its order."""
         h, f, kv = self.hidden_size, self.mlp_size, self.key_value_heads * self.head_size
-        norm: _Shapes = {"weight": (h,)} if self.normalization == "RMSNorm" else {"weight": (h,), "bias": (h,)}
 
-        def linear(rows: int, columns: int) -> _Shapes:
-            return (
-                {"weight": (rows, columns)}
-                if self.disable_bias_linear
-                else {"weight": (rows, columns), "bias": (rows,)}
-            )
+        def layer(*weight: int, has_bias: bool = not self.disable_bias_linear) -> _Shapes:
+            return {"weight": weight, "bias": weight[:1]} if has_bias else {"weight": weight}
 
-        def table(rows: int) -> _Shapes:
-            return {"weight": (rows, h)}
-
-        qkv = (
-            {"query": linear(h, h), "key_value": linear(2 * kv, h)} if kv < h else {"query_key_value": linear(3 * h, h)}
-        )
+        norm = layer(h, has_bias=self.normalization == "LayerNorm")
+        table = layer(self.require_vocab_size(), h, has_bias=False)
+        qkv = {"query": layer(h, h), "key_value": layer(2 * kv, h)} if kv < h else {"query_key_value": layer(3 * h, h)}
         block = {
             "input_layernorm": norm,
             **{f"attention.{name}": shapes for name, shapes in qkv.items()},
-            "attention.dense": linear(h, h),
+            "attention.dense": layer(h, h),
             "post_attention_layernorm": norm,
-            "mlp.dense_h_to_4h": linear((1 + self.swiglu) * f, h),
-            "mlp.dense_4h_to_h": linear(h, f),
+            "mlp.dense_h_to_4h": layer((1 + self.swiglu) * f, h),
+            "mlp.dense_4h_to_h": layer(h, f),
         }
-        model = {"word_embeddings": table(self.require_vocab_size())}
+        model = {"word_embeddings": table}
         if self.position_embedding_type == "learned_absolute":
-            model["position_embeddings"] = table(self.max_position_embeddings)
+            model["position_embeddings"] = layer(self.max_position_embeddings, h, has_bias=False)
         for i in range(self.num_layers):
             model.update({f"transformer.layers.{i}.{name}": shapes for name, shapes in block.items()})
         model["transformer.final_layernorm"] = norm
         if self.untie_embeddings_and_output_weights:
-            model["output_layer"] = table(self.require_vocab_size())
+            model["output_layer"] = table
         return {f"{module}.{name}": shape for module, shapes in model.items() for name, shape in shapes.items()}
 
     def refuse_other_names(self, names: Iterable[str], where: object) -> None:

@@ -41,9 +41,7 @@ class Activations:
     later_working: int = 0  # the same when the first weight gradient is added up, less what is freed by then
     table_gradient: int = 0  # of the embedding's weight, and of the head's
     head_gradient: int = 0  # the head's, if it is tied: held from the head's backward to the embedding's
-    head_working: int = (
-        0  # if it is not tied: this gradient and that of the head's input, while the root's G takes the first
-    )
+    head_working: int = 0  # if it is not tied: this gradient, when the root's G takes it in, and its input's
 
     @property
     def saved(self) -> int:

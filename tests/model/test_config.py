@@ -18,7 +18,7 @@ from megazero.model.huggingface import config_to_huggingface
 from megazero.model.norm import build_layernorm
 from megazero.plan import Shape, plan_activations
 from tests.model.plain_gpt2 import PlainGPT2, load_same, random_tokens, randomize
-from tests.model.test_gpt2 import assert_same_gradients
+from tests.model.test_gpt2 import LLAMA, assert_same_gradients
 from tests.plan.test_activations import saved_bytes
 from tests.ranks import run_ranks
 
@@ -30,6 +30,28 @@ ODD = {
     "max_position_embeddings": 7,
     "vocab_size": 11,
 }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parameters"),
+    [
+        ((22, 2048, 5632, 32, 4, 32000, True), 1_100_048_384),  # TinyLlama 1.1B
+        ((30, 576, 1536, 9, 3, 49152, False), 134_515_008),  # SmolLM 135M
+        ((32, 4096, 11008, 32, 32, 32000, True), 6_738_415_616),  # Llama 2 7B
+        ((32, 4096, 14336, 32, 8, 128256, True), 8_030_261_248),  # Llama 3 8B
+    ],
+)
+def test_llamas_have_the_published_number_of_parameters(sizes, parameters):
+    layers, hidden, intermediate, heads, groups, vocabulary, is_untied = sizes
+    config = GPT2Config(
+        num_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_attention_heads=heads,
+        vocab_size=vocabulary,
+        **{**LLAMA, "num_query_groups": groups, "untie_embeddings_and_output_weights": is_untied},
+    )
+    assert config.num_parameters() == parameters
 
 
 @pytest.mark.parametrize(
@@ -247,6 +269,22 @@ def test_an_mlp_that_does_not_split_is_refused():
         GPT2Config(intermediate_size=1001).check_parallel(2)
 
 
+def test_groups_that_do_not_split_are_refused():
+    config = GPT2Config(group_query_attention=True, num_query_groups=2)
+    config.check_parallel(2)
+    with pytest.raises(ValueError, match="--num-query-groups 2 .* --model-parallel-size of 1, 2"):
+        config.check_parallel(4)
+
+
+def test_as_many_groups_as_heads_make_no_other_model():
+    config = GPT2Config(hidden_size=12, num_attention_heads=6, vocab_size=11)
+    other = replace(config, group_query_attention=True, num_query_groups=6)
+    assert not config.differences(other) and config.full_shapes() == other.full_shapes() and not other.architecture
+    fewer = replace(other, num_query_groups=3)
+    assert config.differences(fewer) == {"num_query_groups": (6, 3)}
+    assert fewer.architecture == "--num-query-groups 3"
+
+
 @pytest.mark.parametrize(
     ("options", "flag"),
     [
@@ -261,6 +299,13 @@ def test_an_mlp_that_does_not_split_is_refused():
         ({"hidden_dropout": -0.1}, "--hidden-dropout must lie in .0, 1., got -0.1"),
         ({"layernorm": "fused"}, "--layernorm must be one of torch, apex, got 'fused'"),
         ({"recompute": "half"}, "--recompute must be one of none, selective, full, auto, got 'half'"),
+        ({"num_query_groups": 4}, "--group-query-attention is not given and --num-query-groups is 4.* Give both, or"),
+        ({"group_query_attention": True}, "--group-query-attention is given and --num-query-groups is not given"),
+        ({"group_query_attention": True, "num_query_groups": 5}, "--num-attention-heads 16 .* --num-query-groups 5"),
+        ({"rotary_base": 500}, "--rotary-base 500 is of --position-embedding-type rope, which is not given"),
+        ({"position_embedding_type": "rope", "hidden_size": 48}, "heads have 3: --hidden-size 48 / --num-attention"),
+        ({"position_embedding_type": "alibi"}, "must be one of learned_absolute, rope, got 'alibi'"),
+        ({"normalization": "RMSNorm", "layernorm": "apex"}, "--layernorm apex .* --normalization is RMSNorm"),
     ],
 )
 def test_impossible_values_are_refused(options, flag):
@@ -274,7 +319,7 @@ def test_no_size_that_is_accepted_overflows_a_tensor(one_rank):
 
 
 def test_a_model_of_another_version_or_of_none_is_refused_by_its_checkpoints_name():
-    assert GPT2Config.of_saved({"model": {"num_layers": 3}}, "here") == GPT2Config(num_layers=3)
+    assert GPT2Config.of_saved({"model": {"num_layers": 3}}, "here") == GPT2Config(num_layers=3), "older: all defaults"
     with pytest.raises(ValueError, match="here is of a model that this version does not know: .*depth"):
         GPT2Config.of_saved({"model": {"depth": 3}}, "here")
     for client_state in ({}, {"model": "mine"}, [1]):
