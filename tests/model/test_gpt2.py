@@ -95,8 +95,12 @@ def test_a_llama_equals_a_plain_one(world_size, more):
     run_ranks(world_size, loss_and_gradients_case, small_config(**LLAMA, **more))
 
 
-def test_three_ranks_with_three_heads_and_an_odd_mlp_equal_plain_gpt2():
-    run_ranks(3, loss_and_gradients_case, small_config(hidden_size=21, num_attention_heads=3, intermediate_size=33))
+@pytest.mark.parametrize(
+    "architecture", [{}, {**LLAMA, "hidden_size": 36, "num_attention_heads": 6, "num_query_groups": 3}]
+)
+def test_three_ranks_with_three_heads_and_an_odd_mlp_equal_plain_gpt2(architecture):
+    sizes = {"hidden_size": 21, "num_attention_heads": 3, "intermediate_size": 33}
+    run_ranks(3, loss_and_gradients_case, small_config(**{**sizes, **architecture}))
 
 
 @pytest.mark.parametrize(("world_size", "layers_at_once"), [(1, 1), (1, 2), (2, 2)])
@@ -105,20 +109,21 @@ def test_checkpointed_activations_equal_plain_gpt2(world_size, layers_at_once):
     run_ranks(world_size, loss_and_gradients_case, config)
 
 
-def initial_values_case():
+def initial_values_case(architecture):
     torch.manual_seed(7)
     mpu.initialize_model_parallel(torch.distributed.get_world_size())
-    model = GPT2Model(small_config())
+    model = GPT2Model(small_config(**architecture))
     following = torch.rand(3).tolist()  # the default generator stands at the same place afterwards
     group = mpu.get_model_parallel_group()
     merged = merge_full(dict(model.named_parameters()), mpu.partitions(model), group)
     return {name: value.tolist() for name, value in merged.items()}, following
 
 
-def test_initial_values_do_not_depend_on_model_parallel_size():
-    want = run_ranks(1, initial_values_case)[0]
-    for world_size in (2, 4):
-        for got in run_ranks(world_size, initial_values_case):
+@pytest.mark.parametrize(("architecture", "sizes"), [({}, (2, 4)), (LLAMA, (2,))], ids=["gpt2", "llama"])
+def test_initial_values_do_not_depend_on_model_parallel_size(architecture, sizes):
+    want = run_ranks(1, initial_values_case, architecture)[0]
+    for world_size in sizes:
+        for got in run_ranks(world_size, initial_values_case, architecture):
             assert got == want
 
 
@@ -251,7 +256,7 @@ def test_heads_that_do_not_split_are_refused_on_every_rank():
     run_ranks(3, refuse_case, 3, "--num-attention-heads 4 .*--model-parallel-size 3")
 
 
-def compiled_case(hidden, attention, is_checkpointed):
+def compiled_case(hidden, attention, is_checkpointed, architecture):
     """Losses and gradients of the same model, eager and compiled; returns the number of graph breaks."""
     names, compile_ = set(), torch.compile
 
@@ -269,6 +274,7 @@ def compiled_case(hidden, attention, is_checkpointed):
                 hidden_dropout=hidden,
                 attention_dropout=attention,
                 checkpoint_activations=is_checkpointed,
+                **architecture,
             )
         )
         randomize(model)
@@ -283,15 +289,18 @@ def compiled_case(hidden, attention, is_checkpointed):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "attention_dropout", "is_checkpointed"),
-    [(1, 0.3, False), pytest.param(2, 0.0, True, marks=pytest.mark.slow)],
+    ("world_size", "attention_dropout", "is_checkpointed", "architecture"),
+    [(1, 0.3, False, {}), (1, 0.0, True, LLAMA), pytest.param(2, 0.0, True, {}, marks=pytest.mark.slow)],
 )
-def test_compiled_blocks_and_loss_equal_eager_ones_without_graph_breaks(world_size, attention_dropout, is_checkpointed):
-    assert run_ranks(world_size, compiled_case, 0.3, attention_dropout, is_checkpointed) == [0] * world_size
+def test_compiled_blocks_and_loss_equal_eager_ones_without_graph_breaks(
+    world_size, attention_dropout, is_checkpointed, architecture
+):
+    breaks = run_ranks(world_size, compiled_case, 0.3, attention_dropout, is_checkpointed, architecture)
+    assert breaks == [0] * world_size
 
 
 def test_compiled_blocks_and_loss_equal_eager_ones_where_heads_draw_from_the_model_parallel_stream():
-    breaks = run_ranks(2, compiled_case, 0.3, 0.3, False)  # generators cannot be swapped inside of a graph
+    breaks = run_ranks(2, compiled_case, 0.3, 0.3, False, {})  # generators cannot be swapped inside of a graph
     assert min(breaks) > 0
 
 
