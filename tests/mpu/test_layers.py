@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from megazero import comm, mpu
 from megazero.model.state_dict import merge_full
+from megazero.mpu.layers import parallel_columns
 from tests.mpu.values import load, shared
 from tests.ranks import run_ranks
 
@@ -194,6 +195,27 @@ def overlap_case():
             assert (a is None and b is None) or torch.equal(a, b)
 
 
+def together_case():
+    """Two layers of one x equal each by itself, in one node where communication is overlapped or of slices of the sequence."""
+    group = dist.group.WORLD
+    ways = ({"overlap_backward": False}, {"overlap_backward": True}, {"sequence_parallel": True})
+    for way, has_bias, frozen in itertools.product(ways, (True, False), (None, 0, 1)):
+        x, twin = (shared(S, B, IN).requires_grad_() for _ in range(2))
+        more = {"gather_output": False, "group": group, "bias": has_bias, **way}
+        layers = [mpu.ColumnParallelLinear(IN, OUT, **more), mpu.ColumnParallelLinear(IN, 2 * OUT, stride=2, **more)]
+        if frozen is not None:
+            layers[frozen].requires_grad_(False)
+        together, alone = parallel_columns(x, *layers), [layer(twin) for layer in layers]
+        assert (together[0].grad_fn is together[1].grad_fn) == (group.size() > 1 and way != ways[0])
+        found = []
+        for ys in (together, alone):
+            sum(y.square().sum() for y in ys).backward()
+            found.append([*ys, *(p.grad for layer in layers for p in layer.parameters())])
+            [layer.zero_grad() for layer in layers]
+        assert_close(*found, rtol=1e-5, atol=1e-5)
+        assert_close(x.grad, twin.grad, rtol=1e-5, atol=1e-4)
+
+
 def twice_case():
     """One node: its gradients may be kept with a graph, and a second derivative raises, though that of sum() is a constant."""
     layer = mpu.ColumnParallelLinear(IN, OUT, gather_output=False, group=dist.group.WORLD, overlap_backward=True)
@@ -254,6 +276,7 @@ def order_case():
 def overlap_cases():
     twice_case()
     overlap_case()
+    together_case()
     order_case()
 
 
