@@ -1,5 +1,7 @@
 """Sampling, the key-value cache, and generation at several model-parallel sizes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -10,6 +12,7 @@ from megazero.model.config import GPT2Config
 from megazero.model.generation import filter_logits, generate, sample
 from megazero.model.gpt2 import GPT2Model
 from tests.model.plain_gpt2 import PlainGPT2, load_same, random_tokens
+from tests.model.test_gpt2 import LLAMA
 from tests.ranks import run_ranks
 
 CONFIG = GPT2Config(
@@ -23,10 +26,10 @@ CONFIG = GPT2Config(
 PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7]]
 
 
-def same_model():
+def same_model(config=CONFIG):
     """A GPT2Model over all ranks (dropout configured, in evaluation mode) and a plain one with the same values."""
     mpu.initialize_model_parallel(torch.distributed.get_world_size())
-    plain, model = PlainGPT2(CONFIG), GPT2Model(CONFIG)
+    plain, model = PlainGPT2(config), GPT2Model(config)
     load_same(model, plain)
     return model.eval(), plain
 
@@ -40,23 +43,24 @@ def greedy(plain, prompt, new_tokens):
 
 
 @torch.no_grad()
-def cache_case():
-    model, plain = same_model()
+def cache_case(config):
+    model, plain = same_model(config)
     tokens = random_tokens(2, 12, CONFIG.vocab_size)
-    cache = KeyValueCache(CONFIG, 2, 12, model_parallel_size=model.group.size())
+    cache = KeyValueCache(config, 2, 12, model_parallel_size=model.group.size())
     pieces = [model(part, cache=cache) for part in tokens.split([5, 1, 4, 2], dim=1)]
     logits = mpu.gather_from_model_parallel_region(torch.cat(pieces, dim=1))[..., : CONFIG.vocab_size]
     assert_close(logits, plain(tokens), atol=1e-5, rtol=1e-5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        cache = KeyValueCache(CONFIG, 2, 12, model_parallel_size=model.group.size())
+        cache = KeyValueCache(config, 2, 12, model_parallel_size=model.group.size())
         pieces = [model(part, cache=cache) for part in tokens.split([5, 1, 4, 2], dim=1)]
         assert_close(torch.cat(pieces, dim=1), model(tokens), atol=0.05, rtol=0.05)
         generate(model, PROMPTS, 4)
 
 
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, **LLAMA)], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_logits_with_a_cache_equal_those_of_the_whole_sequence(world_size):
-    run_ranks(world_size, cache_case)
+def test_logits_with_a_cache_equal_those_of_the_whole_sequence(world_size, config):
+    run_ranks(world_size, cache_case, config)
 
 
 @torch.no_grad()
