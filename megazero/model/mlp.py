@@ -34,8 +34,8 @@ class ParallelMLP(nn.Module):
         self.dense_h_to_4h: nn.Module
         self.dense_4h_to_h: nn.Module
         if config.memory_centric_tiled_linear:
-            # As many tiles on both sides of the GELU: a rank's part of the 4h features is its part of each tile. No tile has
-            # rows of both gate and up, as `check_parallel` sees to.
+            # As many tiles on both sides of the GELU: a rank's part of the 4h features is its part of each tile. Over several
+            # ranks no tile has rows of both gate and up: `check_parallel` sees to that.
             up |= {"linear_cls": mpu.ColumnParallelLinear, "in_splits": factor, "out_splits": 4 * factor * stacked}
             down |= {"linear_cls": mpu.RowParallelLinear, "in_splits": 4 * factor, "out_splits": factor}
             self.dense_h_to_4h = TiledLinear(h, stacked * wide, **up)
