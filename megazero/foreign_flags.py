@@ -80,6 +80,8 @@ NO_EFFECT = {
         (
             "--no-masked-softmax-fusion",
             "--no-bias-gelu-fusion",
+            "--no-bias-swiglu-fusion",
+            "--no-rope-fusion",
             "--no-bias-dropout-fusion",
             "--no-gradient-accumulation-fusion",
             "--no-persist-layer-norm",
@@ -98,6 +100,7 @@ WITH_VALUE = {  # the ones that take a value
 }
 
 _NOT_BUILT = "the model is GPT-2's, or Llama's by the flags that docs/training.md lists"
+_ROPE = "use --position-embedding-type rope"
 _NO_FP8 = "the smallest dtypes are --bf16 and --fp16"
 _PROFILE = "use --profile-steps FIRST-LAST, which traces these iterations by torch.profiler"
 _WARMUP = "use --lr-warmup-iters, or --warmup, a fraction of --lr-decay-iters"
@@ -138,9 +141,18 @@ REFUSED = {
     "--context-parallel-size": "use --sequence-parallel, which cuts sequences over the --model-parallel-size ranks",
     "--expert-model-parallel-size": _NOT_BUILT,
     "--num-experts": _NOT_BUILT,
-    "--use-rotary-position-embeddings": "use --position-embedding-type rope",
+    "--use-rotary-position-embeddings": _ROPE,
+    "--no-position-embedding": _ROPE,
     **dict.fromkeys(
-        ("--rotary-percent", "--use-rope-scaling", "--qk-layernorm", "--window-size", "--apply-layernorm-1p"),
+        (
+            "--rotary-percent",
+            "--rotary-interleaved",
+            "--use-rope-scaling",
+            "--add-qkv-bias",
+            "--qk-layernorm",
+            "--window-size",
+            "--apply-layernorm-1p",
+        ),
         _NOT_BUILT,
     ),
     "--kv-channels": "heads are as wide as --hidden-size / --num-attention-heads",
