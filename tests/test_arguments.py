@@ -252,6 +252,7 @@ def test_the_flags_of_megatrons_llama_example_make_a_llama():
             "swiglu",
             "position-embedding-type rope",
             "rotary-base 1000000",
+            "group-query-attention",
             "num-query-groups 8",
             "disable-bias-linear",
             "untie-embeddings-and-output-weights",

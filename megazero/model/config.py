@@ -260,6 +260,8 @@ class GPT2Config:
         for name, number in (("intermediate_size", "mlp_size"), ("num_query_groups", "key_value_heads")):
             if getattr(self, name) != getattr(other, name):  # None is a number, too
                 pairs[name] = getattr(self, number), getattr(other, number)
+        if self.key_value_heads != other.key_value_heads and self.group_query_attention > other.group_query_attention:
+            pairs["group_query_attention"] = True, False  # the number alone would be refused
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     @property

@@ -282,7 +282,8 @@ def test_as_many_groups_as_heads_make_no_other_model():
     assert not config.differences(other) and config.full_shapes() == other.full_shapes() and not other.architecture
     fewer = replace(other, num_query_groups=3)
     assert config.differences(fewer) == {"num_query_groups": (6, 3)}
-    assert fewer.architecture == "--num-query-groups 3"
+    assert fewer.differences(config) == {"num_query_groups": (3, 6), "group_query_attention": (True, False)}
+    assert fewer.architecture == "--group-query-attention --num-query-groups 3"
 
 
 @pytest.mark.parametrize(
