@@ -61,11 +61,12 @@ def test_saved_bytes_are_the_planned_ones(one_rank, architecture, batch_size, dt
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
-def test_saved_bytes_are_the_planned_ones_on_a_gpu(one_rank, dropout):
+@pytest.mark.parametrize("architecture", [{}, LLAMA], ids=["", "llama"])
+def test_saved_bytes_are_the_planned_ones_on_a_gpu(one_rank, architecture, dropout):
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("before Ampere no GPU has flash attention, and in bf16 attention then keeps all scores")
     for batch_size in (1, 4):
-        config = replace(SMALL, hidden_size=256, max_position_embeddings=128, **dropout)
+        config = replace(SMALL, hidden_size=256, max_position_embeddings=128, **architecture, **dropout)
         model = GPT2Model(config, dtype=torch.bfloat16, device="cuda")
         plan = plan_activations(config, Shape(batch_size, 128, 1, torch.bfloat16), CheckpointSettings())
         assert saved_bytes(model, batch_size, 128, "cuda") == pytest.approx(plan.saved, rel=0.01)
