@@ -1,91 +1,98 @@
-"""Names and layouts of Hugging Face's GPT-2, both ways: pure functions on names, shapes and dicts of full tensors.
+"""Names and layouts of Hugging Face's GPT-2 and Llama, both ways: pure functions on names, shapes and dicts of full tensors.
 
-Their linear layers are `Conv1D`, whose weight is [in, out]; ours is [out, in] as in `nn.Linear`. Their `c_attn` stacks
-query, key and value along the output, as our `query_key_value` does, so a transpose is all it takes. The transformers package
-is not needed.
+GPT-2's linear layers are `Conv1D` there, whose weight is [in, out]; ours is [out, in] as in `nn.Linear`. Where several of
+Llama's layers are one of ours, as query, key and value, ours has the rows of all of them. Rotary positions turn the same pairs
+of rows in both. The transformers package is not needed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megazero.logging import ALIKE, get_logger, some
+from megazero.logging import some
 from megazero.model.config import GPT2Config
+from megazero.model.huggingface_layouts import LAYOUTS, check_supported, layout_of
 
-logger = get_logger(__name__)
-
-# ours inside transformer.layers.{i} -> theirs inside h.{i}; whether the weight is a Conv1D
-_BLOCK = (
-    ("input_layernorm", "ln_1", False),
-    ("attention.query_key_value", "attn.c_attn", True),
-    ("attention.dense", "attn.c_proj", True),
-    ("post_attention_layernorm", "ln_2", False),
-    ("mlp.dense_h_to_4h", "mlp.c_fc", True),
-    ("mlp.dense_4h_to_h", "mlp.c_proj", True),
-)
-# our field, their key, their default
-_CONFIG = (
-    ("vocab_size", "vocab_size", 50257),
-    ("max_position_embeddings", "n_positions", 1024),
-    ("hidden_size", "n_embd", 768),
-    ("num_layers", "n_layer", 12),
-    ("num_attention_heads", "n_head", 12),
-    ("intermediate_size", "n_inner", None),
-    ("attention_dropout", "attn_pdrop", 0.1),
-    ("hidden_dropout", "resid_pdrop", 0.1),  # theirs has one more for embeddings, embd_pdrop; GPT-2's are equal
-    ("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
-    ("init_method_std", "initializer_range", 0.02),
-)
-PREFIX = "transformer."  # of GPT2LMHeadModel's names, not of GPT2Model's
+_BLOCK = re.compile(r"transformer\.layers\.(\d+)\.")
 _HEAD = "lm_head.weight"
-_CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # buffers that old versions of transformers saved
+
+
+class Match(NamedTuple):
+    """A parameter of ours, and those of theirs whose rows it has, equally many of each."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    is_transposed: bool  # theirs are [in, out]
+
+    def renamed(self, rename: Callable[[str], str]) -> Match:
+        """The same with other names of theirs."""
+        return self._replace(theirs=tuple(map(rename, self.theirs)))
+
+    def their_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of each of theirs, if that of ours is `shape`."""
+        part = (shape[0] // len(self.theirs), *shape[1:])
+        return part[::-1] if self.is_transposed else part
+
+    def split(self, full: Tensor) -> list[Tensor]:
+        """Theirs, from ours."""
+        return [self._turned(part) for part in full.chunk(len(self.theirs))]
+
+    def join(self, parts: Iterable[Tensor]) -> Tensor:
+        """Ours, from theirs."""
+        first, *others = map(self._turned, parts)
+        return torch.cat([first, *others]) if others else first
+
+    def _turned(self, part: Tensor) -> Tensor:
+        return part.t().contiguous() if self.is_transposed else part
 
 
 def to_huggingface(full_state_dict: Mapping[str, Tensor], config: GPT2Config) -> dict[str, Tensor]:
-    """The state dict of `transformers.GPT2LMHeadModel` with the same function as our full (merged, unpadded) one.
+    """The state dict of `transformers.GPT2LMHeadModel` or `LlamaForCausalLM` with the same function as our full one.
 
-    `lm_head.weight` is the same tensor object as `transformer.wte.weight`: the head is tied.
+    `lm_head.weight` of a tied head is the same tensor object as the embedding.
+
+    Args:
+        full_state_dict: merged and unpadded.
 
     Raises:
-        ValueError: names are missing or unknown, or a tensor has another shape than `config` says; the first are listed.
+        ValueError: names are missing or unknown, or a tensor has another shape than `config` says; the first are listed. Or the
+            model is neither of the two.
     """
-    check_names(full_state_dict, (ours for ours, _, _ in matching_names(config)), "the megazero state dict")
+    matches = matching_names(config)
+    check_names(full_state_dict, (match.ours for match in matches), "the megazero state dict")
     shapes = {name: tuple(tensor.shape) for name, tensor in full_state_dict.items()}
     _check_shapes(shapes, config.full_shapes(), "the megazero state dict")
-    out = {
-        f"{PREFIX}{theirs}": (full_state_dict[ours].t().contiguous() if transposed else full_state_dict[ours])
-        for ours, theirs, transposed in matching_names(config)
-    }
-    out[_HEAD] = out["transformer.wte.weight"]
+    out: dict[str, Tensor] = {}
+    for match in matches:
+        out.update(zip(match.theirs, match.split(full_state_dict[match.ours]), strict=True))
+    if not config.untie_embeddings_and_output_weights:
+        out[_HEAD] = out[matches[0].theirs[0]]
     return out
 
 
 def from_huggingface(state_dict: Mapping[str, Tensor], config: GPT2Config) -> dict[str, Tensor]:
-    """Our full (unpadded) state dict with the same function as that of a Hugging Face GPT-2.
+    """Our full (unpadded) state dict with the same function as that of a Hugging Face GPT-2 or Llama.
 
     Args:
-        state_dict: of `GPT2LMHeadModel` or of `GPT2Model` (without the `transformer.` prefix). Causal-mask buffers are ignored.
+        state_dict: of `GPT2LMHeadModel` or `LlamaForCausalLM`, or of `GPT2Model` or `LlamaModel` (without the prefix
+            `transformer.` or `model.`). Buffers of masks and of rotary positions are ignored.
         config: its sizes; see `config_from_huggingface`.
 
     Raises:
         ValueError: names are missing or unknown, a tensor has another shape than `config` says, or `lm_head.weight` is not
-            tied to the embedding (this model has no separate head).
+            tied to the embedding, as `config` says.
     """
-    names = saved_names(state_dict, config, "the Hugging Face state dict", state_dict.__getitem__)
-    return {
-        ours: (state_dict[key].t().contiguous() if transposed else state_dict[key]) for ours, key, transposed in names
-    }
+    matches = saved_names(state_dict, config, "the Hugging Face state dict", state_dict.__getitem__)
+    return {match.ours: match.join(state_dict[key] for key in match.theirs) for match in matches}
 
 
-def saved_names(
-    saved: Mapping[str, Any], config: GPT2Config, what: str, read: Callable[[str], Tensor]
-) -> list[tuple[str, str, bool]]:
-    """(our name, the name in `saved`, whether one is the other's transpose) of every parameter, in our order.
+def saved_names(saved: Mapping[str, Any], config: GPT2Config, what: str, read: Callable[[str], Tensor]) -> list[Match]:
+    """Every parameter, in our order, with theirs as they are called in `saved`.
 
     Args:
         saved: as for `from_huggingface`; of what is in it only `shape` is looked at.
@@ -95,86 +102,74 @@ def saved_names(
     Raises:
         ValueError: as `from_huggingface`.
     """
-    bare = {name.removeprefix(PREFIX): name for name in saved}
-    bare = {name: key for name, key in bare.items() if not _CAUSAL_MASK.fullmatch(name)}
-    head = bare.pop(_HEAD, None)
-    check_names(bare, (theirs for _, theirs, _ in matching_names(config)), what)
-    names = [(ours, bare[theirs], transposed) for ours, theirs, transposed in matching_names(config)]
-    shapes = {ours: tuple(saved[key].shape)[:: -1 if transposed else 1] for ours, key, transposed in names}
-    _check_shapes(shapes, config.full_shapes(), f"{what} (in megazero's names and layout)")
-    if head is not None and not torch.equal(read(head), read(bare["wte.weight"])):
+    layout, shapes = layout_of(config), config.full_shapes()
+    bare = {name.removeprefix(layout.prefix): name for name in saved}
+    bare = {name: key for name, key in bare.items() if not layout.buffers.fullmatch(name)}
+    head = None if config.untie_embeddings_and_output_weights else bare.pop(_HEAD, None)
+    matches = [match.renamed(lambda name: name.removeprefix(layout.prefix)) for match in matching_names(config)]
+    check_names(bare, (name for match in matches for name in match.theirs), what)
+    matches = [match.renamed(bare.__getitem__) for match in matches]
+    found, expected = {}, {}
+    for match in matches:
+        step = -1 if match.is_transposed else 1
+        for key in match.theirs:
+            name = match.ours if len(match.theirs) == 1 else key
+            found[name] = tuple(saved[key].shape)[::step]
+            expected[name] = match.their_shape(shapes[match.ours])[::step]
+    _check_shapes(found, expected, f"{what} (in megazero's names and layout)")
+    embedding = matches[0].theirs[0]
+    if head is not None and not torch.equal(read(head), read(embedding)):
         raise ValueError(
-            f"{what}: {_HEAD} differs from transformer.wte.weight, but this model ties its head to the embedding and has no "
-            "separate one. Import a checkpoint with tie_word_embeddings=true."
+            f"{what}: {_HEAD} differs from {embedding}, but tie_word_embeddings is true, so this model has no separate head. "
+            "Import a checkpoint in which they are equal."
         )
-    return names
+    return matches
 
 
-def matching_names(config: GPT2Config) -> Iterator[tuple[str, str, bool]]:
-    """(our name, their name without `transformer.`, whether one is the other's transpose) of every parameter, in our order."""
-    yield "word_embeddings.weight", "wte.weight", False
-    yield "position_embeddings.weight", "wpe.weight", False
-    for i in range(config.num_layers):
-        for ours, theirs, is_conv in _BLOCK:
-            yield f"transformer.layers.{i}.{ours}.weight", f"h.{i}.{theirs}.weight", is_conv
-            yield f"transformer.layers.{i}.{ours}.bias", f"h.{i}.{theirs}.bias", False
-    yield "transformer.final_layernorm.weight", "ln_f.weight", False
-    yield "transformer.final_layernorm.bias", "ln_f.bias", False
+def matching_names(config: GPT2Config) -> list[Match]:
+    """Every parameter, in our order, with theirs as `GPT2LMHeadModel` or `LlamaForCausalLM` calls them.
+
+    Raises:
+        ValueError: the model is neither of the two.
+    """
+    layout, matches = layout_of(config), []
+    for ours, shape in config.full_shapes().items():
+        module, _, kind = _BLOCK.sub("", ours).rpartition(".")
+        block = _BLOCK.match(ours)
+        where = f"{layout.block}.{block[1]}." if block else ""
+        theirs = tuple(f"{where}{name}.{kind}" for name in layout.modules[module])
+        matches.append(Match(ours, theirs, layout.has_conv and block is not None and len(shape) == 2))
+    return matches
 
 
 def config_to_huggingface(config: GPT2Config) -> dict[str, object]:
     """The `config.json` that goes with `to_huggingface`'s state dict.
 
     Raises:
-        ValueError: the model is no GPT-2.
+        ValueError: the model is no GPT-2, and no Llama.
     """
-    if config.architecture:
-        raise ValueError(
-            f"a model with {config.architecture} has no layout of Hugging Face's here: theirs of GPT-2 has none of these."
-        )
+    layout = layout_of(config)
     return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": True,
-        "embd_pdrop": config.hidden_dropout,
-        **{theirs: getattr(config, ours) for ours, theirs, _ in _CONFIG},
+        "model_type": next(iter(layout.model_types)),
+        "architectures": [layout.model_class],
+        **{theirs: getattr(config, ours) for ours, theirs, _ in layout.rows},
+        **layout.to_theirs(config),
     }
 
 
-def config_from_huggingface(config: Mapping[str, object]) -> GPT2Config:
-    """The `GPT2Config` of a Hugging Face `config.json`; keys that it leaves out have GPT-2's defaults.
+def config_from_huggingface(config: Mapping[str, Any]) -> GPT2Config:
+    """The `GPT2Config` of a Hugging Face `config.json`; keys that it leaves out have transformers' defaults.
 
     Warns if embeddings have another dropout than the rest there: here they have that of the rest.
 
     Raises:
-        ValueError: it describes something that this model cannot compute (another activation, an untied head, ...).
+        ValueError: it describes something that this model cannot compute (another activation, scaled rotary positions, ...).
     """
-    for key, supported in (
-        ("model_type", ("gpt2",)),
-        ("activation_function", ("gelu_new", "gelu_pytorch_tanh")),
-        ("tie_word_embeddings", (True,)),
-        ("scale_attn_weights", (True,)),
-        ("scale_attn_by_inverse_layer_idx", (False,)),
-        ("add_cross_attention", (False,)),
-    ):
-        if key in config and config[key] not in supported:
-            raise ValueError(
-                f"the Hugging Face config says {key}={config[key]!r}, and this model supports only "
-                f"{' or '.join(map(repr, supported))}."
-            )
-
-    given = {ours: config.get(theirs, default) for ours, theirs, default in _CONFIG}
-    embeddings = config.get("embd_pdrop", 0.1)
-    if embeddings != given["hidden_dropout"]:  # of no account unless the model is trained on
-        logger.warning(
-            "the Hugging Face config has embd_pdrop=%s and resid_pdrop=%s: --hidden-dropout, %s, is that of embeddings too.",
-            embeddings,
-            given["hidden_dropout"],
-            given["hidden_dropout"],
-            extra=ALIKE,
-        )
-    return GPT2Config(**given)  # type: ignore[arg-type]
+    check_supported(config, model_type=tuple(LAYOUTS))
+    model_type = config.get("model_type", "gpt2")
+    layout = LAYOUTS[model_type]
+    config = {**layout.model_types[model_type], **config}
+    return layout.to_ours(config, {ours: config.get(theirs, default) for ours, theirs, default in layout.rows})
 
 
 def check_names(found: Iterable[str], expected: Iterable[str], what: str) -> None:
@@ -188,7 +183,7 @@ def check_names(found: Iterable[str], expected: Iterable[str], what: str) -> Non
     if missing or unknown:
         raise ValueError(
             f"{what} does not match the configuration: missing {some(missing, 4) or 'nothing'}; unknown "
-            f"{some(unknown, 4) or 'nothing'}. Check the number of layers, and that this is a GPT-2."
+            f"{some(unknown, 4) or 'nothing'}. Check the number of layers, and which model this is."
         )
 
 

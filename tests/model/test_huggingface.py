@@ -1,5 +1,7 @@
 """Hugging Face's state dicts, against their own model where transformers is installed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -15,6 +17,7 @@ from megazero.model.huggingface import (
 )
 from megazero.model.state_dict import merge_full, slice_full
 from tests.model.plain_gpt2 import random_state, random_tokens, randomize
+from tests.model.test_gpt2 import LLAMA
 from tests.ranks import run_ranks
 
 CONFIG = GPT2Config(
@@ -28,6 +31,20 @@ CONFIG = GPT2Config(
     attention_dropout=0.0,
     hidden_dropout=0.0,
 )
+GROUPED = replace(CONFIG, **LLAMA)
+TIED = replace(GROUPED, untie_embeddings_and_output_weights=False)
+UNGROUPED = replace(GROUPED, group_query_attention=False, num_query_groups=None)
+CONFIGS = {"gpt2": CONFIG, "llama": UNGROUPED, "grouped": GROUPED, "tied": TIED}
+of_each = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def their_model(config):
+    """transformers' own, with random numbers."""
+    transformers = pytest.importorskip("transformers")
+    described = transformers.AutoConfig.for_model(**config_to_huggingface(config))
+    model = transformers.AutoModelForCausalLM.from_config(described)
+    randomize(model)
+    return model
 
 
 def arrays(tensors):
@@ -39,11 +56,11 @@ def tensors(arrays):
     return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 
 
-def parity_case(state, want):
+def parity_case(config, state, want):
     """Compares with what transformers computed; returns the model as exported again."""
     groups = mpu.initialize_model_parallel(torch.distributed.get_world_size())
-    model = GPT2Model(CONFIG)
-    full = from_huggingface(tensors(state), CONFIG)
+    model = GPT2Model(config)
+    full = from_huggingface(tensors(state), config)
     model.load_state_dict(slice_full(full, model, groups.model_parallel_rank, groups.model_parallel_size))
     tokens, want = random_tokens(3, 11, 131), tensors(want)
 
@@ -54,45 +71,51 @@ def parity_case(state, want):
     loss.backward()
     cuts = mpu.partitions(model)
     gradients = merge_full({name: p.grad for name, p in model.named_parameters()}, cuts, groups.model)
-    gradients = to_huggingface(gradients, CONFIG)
+    gradients = to_huggingface(gradients, config)
     for name, gradient in want.items():
         assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
-    return arrays(to_huggingface(merge_full(dict(model.named_parameters()), cuts, groups.model), CONFIG))
+    return arrays(to_huggingface(merge_full(dict(model.named_parameters()), cuts, groups.model), config))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_logits_loss_and_gradients_equal_transformers(world_size):
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config_to_huggingface(CONFIG)))
-    randomize(theirs)
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [("gpt2", 1), ("gpt2", 2), ("gpt2", 4), ("llama", 2), ("tied", 2), ("grouped", 1), ("grouped", 2)],
+)
+def test_logits_loss_and_gradients_equal_transformers(name, world_size):
+    theirs = their_model(CONFIGS[name])
     state, tokens = arrays(theirs.state_dict()), random_tokens(3, 11, 131)
     out = theirs(tokens, labels=tokens)  # shifts the labels itself and averages
     out.loss.backward()
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
     want = arrays({"logits": out.logits, "loss": out.loss, **gradients})
 
-    for exported in run_ranks(world_size, parity_case, state, want):
-        torch.nn.init.zeros_(theirs.transformer.wte.weight)
+    for exported in run_ranks(world_size, parity_case, CONFIGS[name], state, want):
+        torch.nn.init.zeros_(theirs.get_input_embeddings().weight)
         theirs.load_state_dict(tensors(exported), strict=True)
         assert torch.equal(theirs(tokens).logits, out.logits)
 
 
-def test_round_trip_is_bitwise_and_keeps_the_tie():
-    full = random_state(CONFIG)
-    theirs = to_huggingface(full, CONFIG)
-    assert theirs["lm_head.weight"] is theirs["transformer.wte.weight"]
-    assert theirs["transformer.h.1.mlp.c_fc.weight"].shape == (24, 40)
-    back = from_huggingface(theirs, CONFIG)
-    assert set(back) == set(full) and all(torch.equal(back[name], full[name]) for name in full)
+@of_each
+def test_round_trip_is_bitwise_and_keeps_the_tie(config):
+    full = random_state(config)
+    theirs = to_huggingface(full, config)
+    embedding = theirs["transformer.wte.weight" if config is CONFIG else "model.embed_tokens.weight"]
+    assert (theirs["lm_head.weight"] is embedding) != config.untie_embeddings_and_output_weights
+    back = from_huggingface(theirs, config)
+    assert list(back) == list(full) and all(torch.equal(back[name], full[name]) for name in full)
 
 
-def test_prefix_head_and_mask_buffers_are_optional():
-    full = random_state(CONFIG)
-    theirs = {k.removeprefix("transformer."): v for k, v in to_huggingface(full, CONFIG).items()}
-    del theirs["lm_head.weight"]
-    theirs["h.0.attn.bias"] = torch.ones(1, 1, 11, 11)
-    theirs["h.1.attn.masked_bias"] = torch.tensor(-1e4)
-    back = from_huggingface(theirs, CONFIG)
+@pytest.mark.parametrize(
+    ("name", "buffers"),
+    [
+        ("gpt2", {"h.0.attn.bias": torch.ones(1, 1, 11, 11), "h.1.attn.masked_bias": torch.tensor(-1e4)}),
+        ("tied", {"layers.1.self_attn.rotary_emb.inv_freq": torch.ones(3)}),
+    ],
+)
+def test_prefix_head_and_buffers_are_optional(name, buffers):
+    full = random_state(CONFIGS[name])
+    theirs = {k.partition(".")[2]: v for k, v in to_huggingface(full, CONFIGS[name]).items() if k != "lm_head.weight"}
+    back = from_huggingface({**theirs, **buffers}, CONFIGS[name])
     assert set(back) == set(full) and all(torch.equal(back[name], full[name]) for name in full)
 
 
@@ -104,6 +127,11 @@ def test_missing_and_unknown_names_are_listed():
         from_huggingface(theirs, CONFIG)
     with pytest.raises(ValueError, match="missing word_embeddings.weight"):
         to_huggingface({k: v for k, v in random_state(CONFIG).items() if k != "word_embeddings.weight"}, CONFIG)
+    theirs = to_huggingface(random_state(UNGROUPED), UNGROUPED)
+    del theirs["lm_head.weight"]
+    theirs["model.layers.0.self_attn.q_norm.weight"] = torch.ones(6)
+    with pytest.raises(ValueError, match=r"missing lm_head\.weight; unknown layers\.0\.self_attn\.q_norm\.weight"):
+        from_huggingface(theirs, UNGROUPED)
 
 
 def test_other_sizes_name_parameter_found_and_expected():
@@ -111,21 +139,50 @@ def test_other_sizes_name_parameter_found_and_expected():
     theirs["transformer.h.0.mlp.c_fc.weight"] = torch.zeros(24, 96)
     with pytest.raises(ValueError, match=r"layers\.0\.mlp\.dense_h_to_4h\.weight has \[96, 24\], expected \[40, 24\]"):
         from_huggingface(theirs, CONFIG)
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.k_proj\.weight has \[24, 24\], expected \[12, 24\]"):
+        from_huggingface(to_huggingface(random_state(UNGROUPED), UNGROUPED), GROUPED)
 
 
-def test_a_head_of_its_own_is_refused():
-    theirs = to_huggingface(random_state(CONFIG), CONFIG)
+@pytest.mark.parametrize("name", ["gpt2", "tied"])
+def test_a_head_of_its_own_is_refused(name):
+    theirs = to_huggingface(random_state(CONFIGS[name]), CONFIGS[name])
     theirs["lm_head.weight"] = theirs["lm_head.weight"] + 1
     with pytest.raises(ValueError, match="lm_head.weight differs"):
-        from_huggingface(theirs, CONFIG)
+        from_huggingface(theirs, CONFIGS[name])
 
 
-def test_configurations_convert_both_ways():
-    assert config_from_huggingface(config_to_huggingface(CONFIG)) == GPT2Config(
-        **{**CONFIG.__dict__, "make_vocab_size_divisible_by": 128}
-    )
-    small = config_from_huggingface({"model_type": "gpt2"})
-    assert (small.num_parameters(), small.vocab_size) == (124_439_808, 50257)
+@of_each
+def test_configurations_convert_both_ways(config):
+    theirs = config_to_huggingface(config)
+    config = replace(config, make_vocab_size_divisible_by=128)
+    assert config_from_huggingface(theirs) == config
+    saved = their_model(config).config.to_dict()  # as transformers spells it
+    assert config_from_huggingface(saved) == config
+
+
+@pytest.mark.parametrize(
+    ("model_type", "parameters", "vocab_size"),
+    [("gpt2", 124_439_808, 50257), ("llama", 6_738_415_616, 32000), ("mistral", 7_241_732_096, 32000)],
+)
+def test_keys_that_are_left_out_have_their_defaults(model_type, parameters, vocab_size):
+    config = config_from_huggingface({"model_type": model_type, "sliding_window": None})
+    assert (config.num_parameters(), config.vocab_size) == (parameters, vocab_size)
+
+
+def test_a_base_of_rotary_positions_is_found_where_each_version_has_it():
+    for keys in ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}):
+        for others in ({}, {"rope_scaling": None}):
+            assert config_from_huggingface({"model_type": "llama", **keys, **others}).rotary_base == 500_000
+
+
+def test_a_model_between_the_layouts_is_refused():
+    needs = "Llama's needs --normalization RMSNorm --swiglu --position-embedding-type rope --disable-bias-linear"
+    for config in (
+        replace(GROUPED, disable_bias_linear=False),
+        replace(CONFIG, untie_embeddings_and_output_weights=True),
+    ):
+        with pytest.raises(ValueError, match=rf"a model with --.*untie.*GPT-2 has none of these, and {needs}\."):
+            config_to_huggingface(config)
 
 
 def test_a_dropout_of_embeddings_alone_is_told(caplog):
@@ -137,8 +194,28 @@ def test_a_dropout_of_embeddings_alone_is_told(caplog):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("model_type", "llama"), ("activation_function", "relu"), ("tie_word_embeddings", False)]
+    ("key", "value"), [("model_type", "qwen2"), ("activation_function", "relu"), ("tie_word_embeddings", False)]
 )
 def test_a_configuration_that_we_cannot_compute_is_refused(key, value):
     with pytest.raises(ValueError, match=key):
         config_from_huggingface({key: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu', and this model supports only 'silu'"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"head_dim": 160}, "head_dim=160, and this model supports only None or 128"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope_type='llama3'"),
+        ({"rope_theta": 10000.5}, "rope_theta=10000.5"),
+        ({"model_type": "mistral"}, "sliding_window=4096 and max_position_embeddings=131072"),
+    ],
+)
+def test_another_llama_than_ours_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_huggingface({"model_type": "llama", **changes})
+    mistral = {"model_type": "mistral", "max_position_embeddings": 4096}
+    assert config_from_huggingface(mistral).num_query_groups == 8

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.data.tokenizer_export import huggingface_files
 from megazero.files import aside_name, read_whole, sync_folder, write_json, write_whole
 from megazero.model.config import GPT2Config
-from megazero.model.huggingface import PREFIX, config_to_huggingface, matching_names
+from megazero.model.huggingface import Match, config_to_huggingface, matching_names
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ def export_huggingface(
 
     Raises:
         FileExistsError: there is something in `directory`.
-        ValueError: the checkpoint does not say what GPT-2 it is of, has more than its parameters, or is damaged.
+        ValueError: the checkpoint does not say what model it is of, has more than its parameters, or is damaged; or Hugging
+            Face's layouts have no such model.
     """
     client = client_state(reader)
     config = GPT2Config.of_saved(client, reader.path)
@@ -164,20 +165,22 @@ def _directory_aside(directory: Path) -> Iterator[Path]:
 
 
 def _write_weights(folder: Path, tensors: Callable[[str], Tensor], config: GPT2Config, dtype: torch.dtype) -> None:
-    """The head is left out: it is tied to the embedding, as config.json says."""
+    """A tied head is left out, as transformers does."""
     shapes = config.full_shapes()
+    tensors = lru_cache(maxsize=1)(tensors)  # of which several of theirs may be made, one after the other
 
-    def read(ours: str, transposed: bool) -> Tensor:
-        full = tensors(ours).detach()
-        if tuple(full.shape) != shapes[ours]:
-            raise ValueError(f"{ours} has shape {list(full.shape)}, and the configuration says {list(shapes[ours])}.")
-        return (full.t() if transposed else full).to(dtype).contiguous()
+    def read(match: Match, part: int) -> Tensor:
+        full = tensors(match.ours).detach()
+        if tuple(full.shape) != shapes[match.ours]:
+            raise ValueError(
+                f"{match.ours} has shape {list(full.shape)}, and the configuration says {list(shapes[match.ours])}."
+            )
+        return match.split(full)[part].to(dtype)
 
     to_write = {
-        f"{PREFIX}{theirs}": LazyTensor(
-            dtype, shapes[ours][:: -1 if transposed else 1], partial(read, ours, transposed)
-        )
-        for ours, theirs, transposed in matching_names(config)
+        name: LazyTensor(dtype, match.their_shape(shapes[match.ours]), partial(read, match, part))
+        for match in matching_names(config)
+        for part, name in enumerate(match.theirs)
     }
     files = sharded("model", ".safetensors", to_write, _MAX_SHARD_BYTES)
     for file, shard in files.items():

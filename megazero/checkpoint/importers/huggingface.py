@@ -1,4 +1,4 @@
-"""Reads Hugging Face's GPT-2 directories; `megazero.checkpoint.commands.export` writes them.
+"""Reads Hugging Face's directories of a GPT-2 or a Llama; `megazero.checkpoint.commands.export` writes them.
 
 DIR/config.json
 DIR/model.safetensors                     or model-00001-of-00003.safetensors, ... and model.safetensors.index.json
@@ -27,7 +27,7 @@ from megazero.data.tokenizer import build_tokenizer
 from megazero.files import append_suffix, read_whole
 from megazero.logging import get_logger
 from megazero.model.config import GPT2Config
-from megazero.model.huggingface import config_from_huggingface, saved_names
+from megazero.model.huggingface import Match, config_from_huggingface, saved_names
 from megazero.zero.bucket import MASTER
 
 logger = get_logger(__name__)
@@ -44,31 +44,32 @@ class _Saved(NamedTuple):
 
 
 def read_huggingface(directory: str | Path) -> ForeignCheckpoint:
-    """The weights of a GPT-2 as transformers saves it, in our names and layout; its GPT2Config is in client_state["model"].
+    """The weights of a model as transformers saves it, in our names and layout; its GPT2Config is in client_state["model"].
 
     The client state also has the tokenizer, if one lies beside the weights.
     Weights are read when they are asked for; only a head that is saved beside the embedding is compared with it at once.
 
     Raises:
         FileNotFoundError: there is no config.json or no file of weights.
-        ValueError: it is no GPT-2, is one that this model cannot compute, or is damaged.
+        ValueError: it is neither a GPT-2 nor a Llama, is one that this model cannot compute, or is damaged.
     """
     directory = Path(directory)
     config = _read_config(directory)
     saved = _open_weights(directory)
-    names = saved_names(saved, config, str(directory), lambda key: saved[key].read())
+    matches = saved_names(saved, config, str(directory), lambda key: saved[key].read())
     shapes = config.full_shapes()
 
-    def read(key: str, transposed: bool) -> Tensor:
+    def read_saved(key: str) -> Tensor:
         tensor = saved[key].read()
         if not tensor.is_floating_point():
             raise ValueError(f"{directory}: {key} is of {tensor.dtype}; quantised checkpoints cannot be read.")
-        full = (tensor.t() if transposed else tensor).contiguous()
-        return full.to(torch.float32, copy=True)  # never a view of the file
+        return tensor
+
+    def read(match: Match) -> Tensor:
+        return match.join(map(read_saved, match.theirs)).to(torch.float32, copy=True)  # never a view of the file
 
     tensors = {
-        ours: ForeignTensor(shapes[ours], "trained", {MASTER: partial(read, key, transposed)})
-        for ours, key, transposed in names
+        match.ours: ForeignTensor(shapes[match.ours], "trained", {MASTER: partial(read, match)}) for match in matches
     }
     vocabulary = _vocabulary(directory, config.require_vocab_size())
     return ForeignCheckpoint(tensors, client_state={"model": asdict(config), **vocabulary})

@@ -21,6 +21,7 @@ from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.huggingface import config_to_huggingface, to_huggingface
 from tests.model.plain_gpt2 import random_state, random_tokens, randomize
+from tests.model.test_gpt2 import LLAMA
 from tests.vocabularies import make_gpt2_vocabulary, make_sentencepiece, make_texts
 
 CONFIG = GPT2Config(
@@ -33,6 +34,8 @@ CONFIG = GPT2Config(
     attention_dropout=0.0,
     hidden_dropout=0.0,
 )
+GROUPED = replace(CONFIG, **LLAMA)
+TIED = replace(GROUPED, group_query_attention=False, num_query_groups=None, untie_embeddings_and_output_weights=False)
 
 
 @pytest.fixture
@@ -57,52 +60,59 @@ def assert_same(found, wanted):
         assert found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]), name
 
 
-@pytest.mark.parametrize("max_shard_bytes", [10**9, 9_000])
-def test_transformers_opens_it_and_computes_the_same_logits(full, tmp_path, monkeypatch, max_shard_bytes):
+@pytest.mark.parametrize(
+    ("config", "max_shard_bytes"), [(CONFIG, 10**9), *((c, 9_000) for c in (CONFIG, GROUPED, TIED))]
+)
+def test_transformers_opens_it_and_computes_the_same_logits(tmp_path, monkeypatch, config, max_shard_bytes):
     transformers = pytest.importorskip("transformers")
-    ours = GPT2Model(CONFIG, group=dist.ProcessGroup(dist.HashStore(), 0, 1)).eval()
+    full = random_state(config)
+    ours = GPT2Model(config, group=dist.ProcessGroup(dist.HashStore(), 0, 1)).eval()
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             parameter[: len(full[name])] = full[name]
     directory = tmp_path / "model"
     monkeypatch.setattr(export, "_MAX_SHARD_BYTES", max_shard_bytes)
-    write_huggingface(directory, full.__getitem__, CONFIG, torch.float32, end_of_text=0)
+    write_huggingface(directory, full.__getitem__, config, torch.float32, end_of_text=0)
     shards = sorted(path.name for path in directory.glob("*.safetensors"))
     assert (len(shards) > 3) == (max_shard_bytes == 9_000)
     assert shards == ["model.safetensors"] or shards[0].startswith("model-00001-of-")
     assert len(list(tmp_path.iterdir())) == 1, "files aside are left"
 
-    theirs, report = transformers.GPT2LMHeadModel.from_pretrained(directory, output_loading_info=True)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert not any(report.values()), report
-    assert theirs.lm_head.weight is theirs.transformer.wte.weight
-    tokens = random_tokens(3, 11, CONFIG.vocab_size)
-    assert_close(theirs.eval()(tokens).logits, ours(tokens)[..., : CONFIG.vocab_size], atol=1e-5, rtol=1e-5)
+    is_tied = theirs.lm_head.weight is theirs.get_input_embeddings().weight
+    assert is_tied != config.untie_embeddings_and_output_weights
+    tokens = random_tokens(3, 11, config.vocab_size)
+    assert_close(theirs.eval()(tokens).logits, ours(tokens)[..., : config.vocab_size], atol=1e-5, rtol=1e-5)
     generated = theirs.generate(tokens[:, :4], max_new_tokens=5, do_sample=False, pad_token_id=0)
     assert generated.shape[1] <= 9 and torch.equal(generated[:, :4], tokens[:, :4])
     assert theirs.generation_config.eos_token_id == 0
 
 
+@pytest.mark.parametrize("config", [CONFIG, GROUPED, TIED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_theirs_to_ours_to_theirs_is_bitwise(tmp_path, dtype):
+def test_theirs_to_ours_to_theirs_is_bitwise(tmp_path, dtype, config):
     transformers = pytest.importorskip("transformers")
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config_to_huggingface(CONFIG)))
+    described = transformers.AutoConfig.for_model(**config_to_huggingface(config))
+    model = transformers.AutoModelForCausalLM.from_config(described)
     randomize(model)
     model.to(dtype).save_pretrained(tmp_path / "theirs", max_shard_size="9KB" if dtype == torch.bfloat16 else "5GB")
     checkpoint = read_huggingface(tmp_path / "theirs")
-    assert GPT2Config(**checkpoint.client_state["model"]) == CONFIG
+    assert GPT2Config(**checkpoint.client_state["model"]) == config
     assert checkpoint.optimizer_counters is None
     assert {(t.kind, *t.states) for t in checkpoint.tensors.values()} == {("trained", "master")}
     assert all(t.states["master"]().dtype == torch.float32 for t in checkpoint.tensors.values())
 
-    write_huggingface(tmp_path / "ours", lambda name: checkpoint.tensors[name].states["master"](), CONFIG, dtype)
-    assert_same(load_file(tmp_path / "ours" / "model.safetensors"), _tied(model.state_dict()))
-    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours", dtype="auto")
+    write_huggingface(tmp_path / "ours", lambda name: checkpoint.tensors[name].states["master"](), config, dtype)
+    assert_same(load_file(tmp_path / "ours" / "model.safetensors"), _saved(model.state_dict(), config))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
     assert again.dtype == dtype
     assert_same(again.state_dict(), model.state_dict())
 
 
-def _tied(state):
-    return {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
+def _saved(state, config):
+    has_head = config.untie_embeddings_and_output_weights
+    return {name: tensor for name, tensor in state.items() if has_head or name != "lm_head.weight"}
 
 
 def test_round_trip_of_ours_is_bitwise_and_gives_no_view_of_the_file(full, written):
@@ -223,7 +233,8 @@ def test_what_is_missing_is_named(written):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"model_type": "llama"}', "model_type='llama'"),
+        ('{"model_type": "bert"}', "model_type='bert'"),
+        ('{"model_type": "llama"}', "missing embed_tokens.weight"),
         ("{", "config.json is not JSON"),
         ("[]", "holds a list"),
         ('{"n_embd": "many"}', "config.json: "),
