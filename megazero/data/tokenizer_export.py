@@ -22,10 +22,13 @@ def huggingface_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     else:  # documents are trained on at full length, without what a post-processor would add
         described = {**json.loads(content), **dict.fromkeys(("post_processor", "truncation", "padding"))}
     # The class that does what the file says; the one of GPT-2, which is the default beside such a model, replaces most of it.
-    config = _config("PreTrainedTokenizerFast", bos_token=tokenizer.end, eos_token=tokenizer.end)
+    # But transformers 4 sets this option, if the file has it, to what is said here.
+    starts_with_space = bool((described.get("pre_tokenizer") or {}).get("add_prefix_space"))
+    ends = {"bos_token": tokenizer.end, "eos_token": tokenizer.end}
+    config = _config("PreTrainedTokenizerFast", **ends, add_prefix_space=starts_with_space)
     return {"tokenizer.json": json.dumps(described, ensure_ascii=False).encode(), **config}
 
 
-def _config(tokenizer_class: str, **ends: str) -> dict[str, bytes]:
-    settings = {"tokenizer_class": tokenizer_class, **ends, "clean_up_tokenization_spaces": False}
+def _config(tokenizer_class: str, **more: str | bool) -> dict[str, bytes]:
+    settings = {"tokenizer_class": tokenizer_class, **more, "clean_up_tokenization_spaces": False}
     return {"tokenizer_config.json": json.dumps(settings, ensure_ascii=False, indent=2).encode()}

@@ -36,6 +36,8 @@ def assert_reads_as(ours, files):
     theirs = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
     config = json.loads(files["tokenizer_config.json"])
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    cuts = json.loads(files["tokenizer.json"]).get("pre_tokenizer") or {}
+    assert config["add_prefix_space"] == cuts.get("add_prefix_space", False)
     assert theirs.token_to_id(config["eos_token"]) == theirs.token_to_id(config["bos_token"]) == ours.eod
     assert theirs.get_vocab_size() == ours.vocab_size
     for text in TEXTS:
@@ -79,12 +81,19 @@ def test_a_sentencepiece_model_that_tokenizers_cannot_imitate_is_refused(tmp_pat
         huggingface_files(build_tokenizer("SentencePieceTokenizer", tokenizer_path=path))
 
 
-def test_a_tokenizer_json_is_kept_but_for_what_adds_tokens_and_cuts(tmp_path):
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel()]),
+        pre_tokenizers.ByteLevel(add_prefix_space=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ],
+    ids=["digits", "prefix_space", "as_it_is"],
+)
+def test_a_tokenizer_json_is_kept_but_for_what_adds_tokens_and_cuts(tmp_path, cuts):
     theirs = tokenizers.Tokenizer(models.BPE())
     theirs.normalizer = normalizers.Lowercase()
-    theirs.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel()]
-    )
+    theirs.pre_tokenizer = cuts
     theirs.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(

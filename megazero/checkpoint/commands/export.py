@@ -99,7 +99,7 @@ def named_files(paths: Sequence[Path]) -> dict[str, bytes]:
         files[name] = read_whole(path)
     if not files.keys() & {"merges.txt", "tokenizer_config.json"} and files:
         logger.warning(
-            "beside a GPT-2, transformers reads a tokenizer of another kind only if a tokenizer_config.json says "
+            "transformers reads a tokenizer of another kind than the model's own only if a tokenizer_config.json says "
             '"tokenizer_class": "PreTrainedTokenizerFast": without, its AutoTokenizer gives other ids, or none'
         )
     return files
