@@ -59,6 +59,7 @@ def own_datasets(job: Job, train: Any, valid: Mapping[str, Any]) -> tuple[Any, d
         ValueError: there are none, or ranks have other numbers of them.
     """
     flags = job.config.training
+    job.corpora = job.shuffled_epochs = None  # a checkpoint's, of another script
     numbers = {name: len(samples) for name, samples in {"training": train, **valid}.items()}
     comm.refuse_differences({"the samples of make_datasets": str(numbers)}, "Give every rank the same ones.")
     if missing := [name for name, number in numbers.items() if not number]:

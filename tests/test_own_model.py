@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megazero.checkpoint.commands.export import export_huggingface
+from megazero.checkpoint.commands.samples import show_samples
 from megazero.checkpoint.reader import Reader
 from megazero.inference import InferenceConfig, load_model, open_checkpoint
 from megazero.job_batches import Epochs, own_datasets
@@ -166,10 +167,11 @@ def test_own_samples_come_once_an_epoch_in_orders_that_no_length_of_the_run_chan
     assert [short[i] for i in range(len(short))] == [*epochs[0], *epochs[1][:2]]
 
 
-def test_no_sample_of_ones_own_is_refused(one_rank):
-    job = SimpleNamespace(config=SimpleNamespace(training=None))
+def test_no_sample_of_ones_own_is_refused_and_a_checkpoints_corpora_are_forgotten(one_rank):
+    job = SimpleNamespace(config=SimpleNamespace(training=None), corpora=["0-8 of another"], shuffled_epochs=[[1]])
     with pytest.raises(ValueError, match="make_datasets returned no sample: code"):
         own_datasets(job, ["a"], {"web": ["b"], "code": []})
+    assert job.corpora is job.shuffled_epochs is None
 
 
 def test_the_finetuning_example_trains_and_evaluates_on_the_responses_alone(own_world, corpus, tmp_path):
@@ -198,6 +200,8 @@ def test_the_finetuning_example_trains_and_evaluates_on_the_responses_alone(own_
     assert evaluated == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
     tune(tuned, 8, "--load", base, "--finetune", "--lr", "1e-2")
+    with pytest.raises(ValueError, match=r"read its script's own samples \(make_datasets\), not --train-data"):
+        [*show_samples(Reader(tuned), [1], max_tokens=8)]
     tune(parts, 3, "--load", base, "--finetune", "--lr", "1e-2")
     tune(parts, 8, "--load", parts, "--lr", "1e-2")
     whole, continued = (

@@ -39,6 +39,8 @@ def show_samples(
         raise ValueError(
             f"{reader.path} was not saved by the training job, so it does not say which data its run read."
         )
+    if client["corpora"] is None:
+        raise ValueError(f"The run of {reader.path} read its script's own samples (make_datasets), not --train-data.")
     samples = {iteration: samples_of(client, iteration, reader) for iteration in iterations}
     with reader.well_formed("the run's settings"):
         data, seed = DataConfig(**client["config"]["data"]), client["config"]["training"]["seed"]
@@ -60,8 +62,7 @@ def show_samples(
             f"{str(error).rstrip('.')}. The paths are those of the run's job: start this where the job was started, or give "
             "--train-data and --tokenizer-path."
         ) from error
-    if train is None:
-        raise ValueError(f"The run of {reader.path} had no --train-data.")
+    assert train is not None, "it has trained on them"
     if train.corpora != client["corpora"] or weights_of(data.train_data or ()) != weights:
         raise ValueError(
             f"The documents or weights of {' '.join(data.train_data or ())} are not those of the run of {reader.path}. Give "
