@@ -74,7 +74,7 @@ def generate(
         temperature: divides the logits; 0 always takes the likeliest token.
         top_k, top_p: see `filter_logits`.
         seed: of the draws. Nothing else depends on it, and the default random streams are left alone.
-        is_over: whether a continuation ends with its last token; asked after each, with the number of its prompt.
+        is_over: whether a continuation ends with its last token; asked after each before `eod`, with the number of its prompt.
 
     Raises:
         ValueError: an empty prompt, a prompt that with `max_new_tokens` does not fit the model's positions, or a sampling option
@@ -113,7 +113,7 @@ def generate(
                 for row, token in enumerate(drawn.tolist()):
                     if row in going:
                         going[row].append(token)
-                        if is_over(row, going[row]):
+                        if token == eod or is_over(row, going[row]):
                             finished[row], ends[row] = True, len(going.pop(row))
             can_end = eod is not None or is_over is not None
             if len(steps) == max_new_tokens or (can_end and bool(finished.all())):
