@@ -56,11 +56,9 @@ def make_datasets(job: Job) -> tuple[Answers, dict[str, Answers]]:
 
 def forward_step(job: Job, iterator: Iterator[dict[str, Tensor]] | None) -> Tensor:
     """The mean loss of the responses' tokens in the next micro-batch."""
-    data = (
-        None if iterator is None else next(iterator)
-    )  # tensor-parallel ranks other than the first get it from that one
     b, s = job.micro_batch_size, job.config.data.seq_length
     shapes = {"text": (b, s + 1), "counts": (b, s)}
+    data = None if iterator is None else next(iterator)  # None where tensor-parallel ranks get it from the first
     batch = mpu.broadcast_data([*shapes], data, torch.int64, job.groups.model, job.device, shapes)
     text, counts = batch["text"], batch["counts"]
     losses = job.engine(text[:, :-1].contiguous(), targets=text[:, 1:].contiguous())  # [b, s] fp32
