@@ -118,7 +118,7 @@ class MetricsWriter:
             self._logs[tensorboard_dir] = self._add_scalars
         self.wandb = wandb
         if wandb is not None:
-            self._logs[wandb.place] = self._send
+            self._logs[wandb.place] = wandb.write
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -156,10 +156,6 @@ class MetricsWriter:
         for name, value in scalars.items():
             self._board.add_scalar(f"{line['section']}/{name}", value, line["iteration"], line["timestamp"])
         self._board.flush()
-
-    def _send(self, line: dict[str, Any], scalars: dict[str, float]) -> None:
-        assert self.wandb is not None
-        self.wandb.write(line["iteration"], scalars, line["section"])
 
     def close(self) -> None:
         """Closes the event file, and ends the run of Weights & Biases."""

@@ -57,14 +57,15 @@ class WandbLog:
         url = None if self._run.offline else self._run.url  # offline, wandb warns of the question
         return url or str(Path(self._run.dir).parent)
 
-    def write(self, iteration: int, scalars: dict[str, float], section: str) -> None:
-        """Records scalars of one iteration under a section.
+    def write(self, line: dict[str, Any], scalars: dict[str, float]) -> None:
+        """Records the scalars of a line of the metrics.
 
         Raises:
             OSError: the package's own process has ended.
         """
+        named = {f"{line['section']}/{name}": x for name, x in scalars.items()}
         with _told_as_os_error():
-            self._run.log({"iteration": iteration, **{f"{section}/{name}": x for name, x in scalars.items()}})
+            self._run.log({"iteration": line["iteration"], **named})
 
     def close(self) -> None:
         """Ends the run, after everything has been sent. Raises as `write` does."""

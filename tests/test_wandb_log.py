@@ -158,7 +158,7 @@ def test_the_real_package_keeps_a_run_offline_and_continues_it(tmp_path, monkeyp
     ids = []
     for start in (0, 5):
         log = WandbLog("gpt2", "small", str(tmp_path), start, {"training": {"batch_size": 4}})
-        log.write(start + 1, {"loss": 8.0}, "train")
+        log.write({"iteration": start + 1, "section": "train"}, {"loss": 8.0})
         log.close()
         ids.append((tmp_path / "wandb_run").read_text())
         assert list((tmp_path / "wandb").glob(f"offline-run-*-{ids[-1]}/run-{ids[-1]}.wandb"))
