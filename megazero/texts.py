@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from megazero.files import file_named
+from megazero.lines.compressed import DAMAGE, open_bytes
 from megazero.lines.jsonl import LineError, read_object
 from megazero.logging import counted
 
@@ -88,15 +89,19 @@ def _question(line: bytes) -> Question:
 
 
 def _read_lines(path: str | Path, form: str, read: Callable[[bytes], _Read]) -> list[_Read]:
+    try:
+        with open_bytes(Path(path)) as file:
+            lines = file.readlines()
+    except DAMAGE as error:
+        raise ValueError(f"{path}: damaged or cut off: {error}. Get the file again.") from error
     found = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                found.append(read(line))
-            except LineError as error:
-                raise ValueError(f"{path}:{number}: {error}. Expected lines like {form}.") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            found.append(read(line))
+        except LineError as error:
+            raise ValueError(f"{path}:{number}: {error}. Expected lines like {form}.") from error
     if not found:
         raise ValueError(f"{path} is empty: expected lines like {form}.")
     return found

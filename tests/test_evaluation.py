@@ -1,5 +1,6 @@
 """Perplexity and the accuracies against the naive way to compute them."""
 
+import gzip
 import json
 import math
 import operator
@@ -304,7 +305,11 @@ def test_a_checkpoint_in_place_of_its_directory_has_no_tag_beside_it(tmp_path):
 def test_texts_are_read_and_bad_lines_are_named(tmp_path):
     path = tmp_path / "passages.jsonl"
     path.write_text('{"text": "a b"}\n\n{"text": "c d"}\n')
-    assert load_texts(path) == ["a b", "c d"]
+    (packed := tmp_path / "passages.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+    assert load_texts(path) == load_texts(packed) == ["a b", "c d"]
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"passages.jsonl.gz: damaged or cut off"):
+        load_texts(packed)
     with pytest.raises(ValueError, match=r'jsonl:1: no key .id. .*Expected lines like {"text": "...", "id": "..."}'):
         load_rows(path, "text", "id")
     path.write_text('{"text": "a b"}\n{"txt": "c d"}\n')
