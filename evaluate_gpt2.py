@@ -27,7 +27,7 @@ from megazero.entry import run_script
 from megazero.evaluation import check_stride, ending_accuracy, last_word_accuracy, sliding_window_perplexity
 from megazero.inference import InferenceConfig, Trained, load_model, open_checkpoint
 from megazero.logging import counted, table
-from megazero.metrics import json_line, refuse_unwritable_output
+from megazero.metrics import append_json, refuse_unwritable_output
 from megazero.model.gpt2 import GPT2Model
 from megazero.mpu.groups import ParallelGroups
 from megazero.option import check_options, option
@@ -159,8 +159,7 @@ def main(checked: Checked) -> None:
         if task.output and torch.distributed.get_rank() == 0:
             checkpoint = {"checkpoint": str(trained.reader.path.parent), "tag": trained.reader.path.name}
             what = {"task": task.task, "set": data.name, "data": data.path}
-            with open(task.output, "a") as file:
-                file.write(json_line({**checkpoint, **what, **numbers}))
+            append_json(task.output, {**checkpoint, **what, **numbers})
 
 
 def last_words(

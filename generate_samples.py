@@ -21,7 +21,7 @@ from megazero.data.corpora import is_json
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.inference import InferenceConfig, Trained, load_model, open_checkpoint
-from megazero.metrics import json_line, refuse_unwritable_output
+from megazero.metrics import append_json, refuse_unwritable_output
 from megazero.model.generation import check_sampling, generate
 from megazero.model.gpt2 import GPT2Model
 from megazero.option import check_options, option
@@ -153,8 +153,7 @@ def main(request: Request) -> None:
                 sample = {"prompt": text, "text": more, "tokens": output}
                 sample["log_probs"] = log_probabilities(model, prompt, output)
                 if torch.distributed.get_rank() == 0:
-                    with open(sampling.output, "a") as file:
-                        file.write(json_line(sample))
+                    append_json(sampling.output, sample)
 
 
 def has_stop(tokenizer: Tokenizer, stops: Sequence[str], prompts: list[list[int]], row: int, output: list[int]) -> bool:

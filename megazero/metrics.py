@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from megazero.files import remove_asides, write_whole, written_aside
+from megazero.files import file_named, remove_asides, write_whole, written_aside
 from megazero.wandb_log import WandbLog
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class MetricsWriter:
             remove_asides(self.path)
             earlier = _read(self.path) if start_iteration else []
             self._lines = {(x["iteration"], x["section"]): x for x in earlier if x["iteration"] <= start_iteration}
-            write_whole(self.path, "".join(map(json_line, self.lines)).encode())
+            write_whole(self.path, "".join(map(_as_json, self.lines)).encode())
             self._logs[str(self.path)] = self._append
         self._board: Any = None
         if tensorboard_dir:
@@ -145,10 +145,9 @@ class MetricsWriter:
         assert self.path is not None
         key = (line["iteration"], line["section"])
         if key in self._lines:  # a finished run that is started again repeats its last evaluations
-            write_whole(self.path, "".join(map(json_line, {**self._lines, key: line}.values())).encode())
+            write_whole(self.path, "".join(map(_as_json, {**self._lines, key: line}.values())).encode())
             return
-        with open(self.path, "a") as file:
-            file.write(json_line(line))
+        append_json(self.path, line)
 
     def _add_scalars(self, line: dict[str, Any], scalars: dict[str, float]) -> None:
         if "://" not in self._board.log_dir:
@@ -165,10 +164,16 @@ class MetricsWriter:
                     log.close()
 
 
-def json_line(line: dict[str, Any]) -> str:
+def _as_json(line: dict[str, Any]) -> str:
     """One line of a file of JSON lines. JSON has no nan or inf, such as the norm of an overflow: they become null."""
     known = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in line.items()}
     return json.dumps(known, allow_nan=False) + "\n"
+
+
+def append_json(path: str | Path, line: dict[str, Any]) -> None:
+    """Appends a line to a file of JSON lines. An OSError names the file."""
+    with file_named(Path(path)), open(path, "a") as file:
+        file.write(_as_json(line))
 
 
 def refuse_unwritable_output(path: str | None) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.metrics import MetricsWriter, StepReport, by_section, plot_losses
+from megazero.metrics import MetricsWriter, StepReport, append_json, by_section, plot_losses
 from tests.tiny import logged
 
 ROOT = Path(__file__).parent.parent
@@ -127,6 +127,12 @@ def test_an_evaluation_that_is_repeated_replaces_its_line(tmp_path):
     want = [(1, "train", 8.0), (2, "train", 8.0), (2, "valid", 5.0), (2, "test", 5.0)]
     assert [(line["iteration"], line["section"], line["loss"]) for line in lines] == want
     assert lines == metrics.lines
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+def test_a_disk_that_is_full_is_named():
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        append_json("/dev/full", {"loss": 8.0})
 
 
 def test_every_line_has_the_time_of_its_events(tmp_path, monkeypatch):
