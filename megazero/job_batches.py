@@ -12,6 +12,7 @@ from multiprocessing.connection import Listener
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -84,10 +85,10 @@ class Epochs:
         epoch, place = divmod(index, len(self.samples))
         if self._order[0] != epoch:
             self._order = epoch, self._order_of(epoch)
-        return self.samples[self._order[1][place]]
+        return self.samples[int(self._order[1][place])]
 
-    def _order_of(self, epoch: int) -> list[int]:
-        return np.random.default_rng((self.seed, epoch)).permutation(len(self.samples)).tolist()
+    def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
+        return np.random.default_rng((self.seed, epoch)).permutation(len(self.samples))
 
 
 def _meet(what: str) -> None:
