@@ -262,6 +262,8 @@ class GPT2Config:
                 pairs[name] = getattr(self, number), getattr(other, number)
         if self.key_value_heads != other.key_value_heads and self.group_query_attention > other.group_query_attention:
             pairs["group_query_attention"] = True, False  # the number alone would be refused
+        if self.position_embedding_type == other.position_embedding_type == "rope":
+            del pairs["max_position_embeddings"]  # a limit alone, which no parameter has
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
     @property

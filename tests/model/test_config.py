@@ -286,6 +286,13 @@ def test_as_many_groups_as_heads_make_no_other_model():
     assert fewer.architecture == "--group-query-attention --num-query-groups 3"
 
 
+def test_only_rotary_positions_may_be_more_in_the_same_model():
+    learned = GPT2Config(hidden_size=12, num_attention_heads=3, vocab_size=11)
+    rotary = replace(learned, position_embedding_type="rope")
+    assert learned.differences(replace(learned, max_position_embeddings=513)) == {"max_position_embeddings": (512, 513)}
+    assert not rotary.differences(replace(rotary, max_position_embeddings=513))
+
+
 @pytest.mark.parametrize(
     ("options", "flag"),
     [
