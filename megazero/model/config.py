@@ -46,7 +46,7 @@ class GPT2Config:
     num_attention_heads: int = option(16, "attention heads; must divide the hidden size", at_least=1)
     intermediate_size: int | None = option(
         None,
-        "width of the MLP (default: 4 x hidden size; Llama's is near 8/3 x hidden size)",
+        "width of the MLP (default: 4 x hidden size; with --swiglu 8/3 x hidden size, rounded down to 64s)",
         at_least=1,
         at_most=10**7,
         aliases=("--ffn-hidden-size",),
@@ -290,8 +290,9 @@ class GPT2Config:
 
     @property
     def mlp_size(self) -> int:
-        """Width of the MLP's hidden layer: `intermediate_size`, or 4 x `hidden_size`."""
-        return self.intermediate_size or 4 * self.hidden_size
+        """Width of the MLP's hidden layer: `intermediate_size`, or what Megatron-LM takes, also for SwiGLU's three matrices."""
+        default = 64 * max(1, self.hidden_size // 24) if self.swiglu else 4 * self.hidden_size
+        return self.intermediate_size or default
 
     def require_vocab_size(self) -> int:
         """`vocab_size`, once it is known.

@@ -77,6 +77,11 @@ def test_tutorial_sizes_have_the_published_number_of_parameters(one_rank, layers
     assert sum(p.numel() for p in model.parameters()) == config.num_parameters() == parameters
 
 
+@pytest.mark.parametrize(("hidden", "wide"), [(768, 2048), (1000, 2624), (4096, 10880), (16, 64)])
+def test_the_default_width_of_swiglu_is_megatrons(hidden, wide):
+    assert GPT2Config(hidden_size=hidden, num_attention_heads=8, swiglu=True).mlp_size == wide
+
+
 def test_full_shapes_are_those_of_the_model_and_of_a_plain_gpt2(one_rank):
     config = GPT2Config(**ODD)
     plain = {name: tuple(p.shape) for name, p in PlainGPT2(config).named_parameters()}
