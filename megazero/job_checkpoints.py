@@ -11,10 +11,18 @@ from typing import Any
 
 from megazero import comm
 from megazero.checkpoint.config import CheckpointConfig
+from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.loader import newest_tag
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.tags import checkpoint_path, latest_tag, list_tags, listed, read_bytes
+from megazero.checkpoint.tags import (
+    checkpoint_path,
+    latest_tag,
+    list_tags,
+    listed,
+    read_bytes,
+    tags_to_go_back_to,
+)
 from megazero.checkpoint.vocabulary import saved_files, saved_tokenizer, vocabulary_state
 from megazero.config import Config
 from megazero.data.build import TOKENIZER_FLAGS, DataConfig, build_tokenizer_from
@@ -78,21 +86,32 @@ def job_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer whose files the flags name; if they name none, that of the checkpoint in --load, if it has its own files.
 
     Raises:
-        CheckpointError: the checkpoint is damaged.
+        CheckpointError: the checkpoint is damaged, and `load` will not go back to another.
         Exception: as of `build_tokenizer`.
     """
     data, load = config.data, config.checkpoint.load
-    tag = latest_tag(load) if load and not (data.vocab_file or data.merge_file or data.tokenizer_path) else None
-    if load and tag is not None:
-        # The ranks that load it ask for its files.
-        reader = Reader(load, tag, read_bytes(checkpoint_path(load, tag) / "index.json"))
-        client = client_state(reader)
-        reader.close()
-        if saved_files(client):
-            tokenizer = saved_tokenizer(client, reader.path)
-            if data.tokenizer_type in (DataConfig.tokenizer_type, tokenizer.name):
+    if load and not (data.vocab_file or data.merge_file or data.tokenizer_path):
+        fallback = _falls_back(config.checkpoint)
+        # Those that `load` may go back to are of one run, and have the same.
+        for tag in tags_to_go_back_to(load) if fallback else [latest_tag(load)]:
+            try:
+                tokenizer = None if tag is None else _tokenizer_in(load, tag)
+            except (CheckpointError, FileNotFoundError):
+                if not fallback:
+                    raise
+                continue
+            if tokenizer and data.tokenizer_type in (DataConfig.tokenizer_type, tokenizer.name):
                 return tokenizer
     return build_tokenizer_from(data)
+
+
+def _tokenizer_in(directory: str, tag: str) -> Tokenizer | None:
+    """The tokenizer whose files a checkpoint has; None if it has none."""
+    # The ranks that load it ask for its other files.
+    reader = Reader(directory, tag, read_bytes(checkpoint_path(directory, tag) / "index.json"))
+    client = client_state(reader)
+    reader.close()
+    return saved_tokenizer(client, reader.path) if saved_files(client) else None
 
 
 def load(job: Job, is_expected: bool = False) -> None:
@@ -108,7 +127,7 @@ def load(job: Job, is_expected: bool = False) -> None:
     flags = job.config.checkpoint
     if not flags.load:
         return
-    tag = newest_tag(flags.load, flags.load_fallback or _has_only_a_first_save(Path(flags.load)))
+    tag = newest_tag(flags.load, _falls_back(flags))
     if tag is None:
         _start_from_scratch(flags, Path(flags.load))
         if is_expected:
@@ -218,9 +237,10 @@ def _fingerprints(corpora: list[str]) -> list[str]:
     return [each.rpartition(" of ")[2] for each in corpora]
 
 
-def _has_only_a_first_save(path: Path) -> bool:
-    """Whether there is one checkpoint and no `latest`: a job has died between the two."""
-    return not (path / "latest").exists() and len(list_tags(path)) == 1
+def _falls_back(flags: CheckpointConfig) -> bool:
+    """Whether another checkpoint will do than `latest` names; also where a job has died between its first one and `latest`."""
+    assert flags.load is not None
+    return flags.load_fallback or (not Path(flags.load, "latest").exists() and len(list_tags(flags.load)) == 1)
 
 
 def _start_from_scratch(flags: CheckpointConfig, path: Path) -> None:

@@ -20,10 +20,12 @@ import evaluate_gpt2
 import generate_samples
 import pretrain_gpt2
 from megazero import inference, job_checkpoints
+from megazero.arguments import load_config
 from megazero.checkpoint.__main__ import main as checkpoint_command
 from megazero.checkpoint.commands import samples
 from megazero.checkpoint.config import CheckpointConfig
 from megazero.checkpoint.folder import CheckpointFolder
+from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
@@ -412,6 +414,20 @@ def test_a_checkpoint_that_moved_has_its_vocabulary_with_it(corpus, tmp_path, mo
     assert done.returncode == 0 and "make sure that it is yours" not in done.stdout, done.stdout
     with pytest.raises(FileNotFoundError, match="--from huggingface exported OUT"):
         inference.open_checkpoint(inference.InferenceConfig(load="exported"))
+
+
+def test_the_vocabulary_is_that_of_a_checkpoint_that_the_job_may_go_back_to(corpus, whole, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    flip(tmp_path / "global_step12" / "rank_00000.safetensors", -1)  # of the vocabulary
+    (tmp_path / "global_step8" / "rank_00000.safetensors").unlink()
+    load = [*TINY_MODEL, *corpus[:2], "--load", str(tmp_path)]
+    with pytest.raises(CheckpointError, match="damaged"):
+        job_checkpoints.job_tokenizer(load_config(load))
+    wanted = build_tokenizer("GPT2BPETokenizer", tokenizer_path=corpus[3]).contents
+    assert job_checkpoints.job_tokenizer(load_config([*load, "--load-fallback"])).contents == wanted
+    for path in (tmp_path / "latest", tmp_path / "global_step8", tmp_path / "global_step12"):
+        path.rename(tmp_path.with_name(f"no_{path.name}"))  # as if the job had died in its first save
+    assert job_checkpoints.job_tokenizer(load_config(load)).contents == wanted
 
 
 def test_continuations_are_computed_in_batches_and_a_long_prompt_cuts_no_other(whole, monkeypatch):
