@@ -53,8 +53,8 @@ def megatron_config(
     if three_hidden != 3 * hidden_size:
         if args.get("group_query_attention"):
             raise ValueError(
-                f"{folder} was trained with --group-query-attention and --num-query-groups {args.get('num_query_groups')}: in "
-                "this model every head has keys and values of its own."
+                f"{folder} was trained with --group-query-attention and --num-query-groups {args.get('num_query_groups')}: of "
+                "Megatron-LM's models, those are imported in which every head has keys and values of its own."
             )
         raise ValueError(
             f"{folder} holds {ranks} model-parallel ranks, but rank 0 has {len(first[_QKV])} of {3 * hidden_size} elements of "

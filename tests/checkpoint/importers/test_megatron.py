@@ -595,7 +595,7 @@ def test_heads_that_share_keys_are_no_missing_ranks(saved, tmp_path):
     contents[0]["args"] = args_of_v1(group_query_attention=True, num_query_groups=2)
     save(tmp_path, contents)
     drop_rank(tmp_path)  # so there are fewer rows of query_key_value than 3 x the hidden size
-    with pytest.raises(ValueError, match="trained with --group-query-attention and --num-query-groups 2"):
+    with pytest.raises(ValueError, match="--group-query-attention and --num-query-groups 2: of Megatron-LM's"):
         read_megatron(tmp_path, vocab_size=131)
 
 
