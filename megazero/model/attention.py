@@ -43,13 +43,13 @@ def attend(
     Args:
         mask: None, or [b or 1, 1, s, keys]: bool (True = may read) or a float added to the scores.
     """
-    shares_keys = k.size(1) < q.size(1)
-    if shares_keys and mask is not None:  # on GPUs, no kernel but the one that keeps all scores takes both
+    # On GPUs, fewer heads are taken by flash attention, for 16 bits without a mask, or by the kernel that keeps all scores.
+    is_flash = mask is None and (q.dtype != torch.float32 or q.device.type == "cpu")
+    if k.size(1) < q.size(1) and not is_flash:
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
-        shares_keys = False
     with own_stream(dropout > 0.0 and model_parallel_size > 1):
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=shares_keys
+            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=k.size(1) < q.size(1)
         )
 
 

@@ -157,18 +157,18 @@ def _qkv_bytes(model: GPT2Config, cut: int) -> int:
 def _core_bytes(model: GPT2Config, shape: Shape, cut: int) -> int:
     """What attention keeps besides Q, K, V and the context [s, b, h/t]: a number per row of scores, or values for all scores."""
     rows = shape.tokens * model.num_attention_heads // shape.model_parallel_size
-    fp32_cut = cut // shape.dtype.itemsize * FP32_BYTES
+    fp32_cut, qkv = cut // shape.dtype.itemsize * FP32_BYTES, _qkv_bytes(model, cut)
     if shape.device_type == "cpu" and model.attention_dropout > 0:
         # No fused kernel: softmax, noise and their product for every pair of tokens, and Q, K and V of each head, all in fp32.
         scores = 3 * rows * shape.seq_length * FP32_BYTES
-        qkv = _qkv_bytes(model, cut)
         is_view = shape.dtype == torch.float32 and shape.batch_size == 1  # V then stays where Q and K have been
         is_view = is_view and qkv == 3 * cut and model.position_embedding_type == "learned_absolute"
         return scores + 3 * fp32_cut - qkv + (2 * cut if is_view else 0)
-    # Flash attention writes the context in the order of its inputs. The kernel for fp32 on GPUs does not, so the context is
-    # copied.
-    merged = cut if shape.device_type == "cuda" and shape.dtype == torch.float32 and shape.batch_size > 1 else 0
-    return merged + rows * FP32_BYTES  # the last term: log of the sum of exponentials
+    copies = 0
+    if shape.device_type == "cuda" and shape.dtype == torch.float32:
+        # Not flash attention: K and V are repeated for each head, and the context, not in the order of the inputs, is copied.
+        copies = 3 * cut - qkv + (cut if shape.batch_size > 1 else 0)
+    return copies + rows * FP32_BYTES  # the last term: log of the sum of exponentials
 
 
 def _norm_bytes(model: GPT2Config, shape: Shape) -> int:

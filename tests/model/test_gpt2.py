@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from megazero import mpu
 from megazero.model import block as block_module
+from megazero.model.attention import attend
 from megazero.model.config import GPT2Config
 from megazero.model.documents import document_positions
 from megazero.model.gpt2 import GPT2Model
@@ -93,6 +94,27 @@ LLAMA = {
 @pytest.mark.parametrize("more", [{}, {"recompute": "selective"}, {"checkpoint_activations": True}])
 def test_a_llama_equals_a_plain_one(world_size, more):
     run_ranks(world_size, loss_and_gradients_case, small_config(**LLAMA, **more))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "mask", "heads"),
+    [
+        ("meta", torch.bfloat16, None, 2),
+        ("meta", torch.bfloat16, "mask", 4),
+        ("meta", torch.float32, None, 4),
+        ("cpu", torch.float32, None, 2),
+    ],
+)
+def test_shared_keys_are_repeated_for_kernels_of_gpus_that_want_it(monkeypatch, device, dtype, mask, heads):
+    q, k, v = (torch.empty(1, n, 3, 8, device=device, dtype=dtype) for n in (4, 2, 2))
+    seen = []
+
+    def kernel(q, k, v, *, enable_gqa, **_):
+        seen.append((k.size(1), v.size(1), enable_gqa))
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
+    attend(q, k, v, mask, is_causal=mask is None, dropout=0.0, model_parallel_size=1)
+    assert seen == [(heads, heads, heads == 2)]
 
 
 @pytest.mark.parametrize(
