@@ -438,8 +438,8 @@ def finish(process: subprocess.Popen, status: int = 0) -> tuple[str, str]:
 
 
 def shown(output: str) -> list[dict]:
-    """What SHOW has printed, by rank; gloo of torch 2.8 prints lines of its own."""
-    lines = (line for line in output.splitlines() if not line.startswith("[Gloo]"))
+    """What SHOW has printed, by rank; gloo of torch 2.8 prints lines of its own, of several ranks at once."""
+    lines = (line for line in output.splitlines() if line and "peer ranks" not in line)
     return sorted(map(json.loads, lines), key=lambda rank: int(rank["RANK"]))
 
 

@@ -88,7 +88,7 @@ def test_main_job_from_nothing_to_text_and_on(tmp_path):
     output = run("scripts/generate_text.sh", "--prompt", text, **greedy, MODEL_PARALLEL_SIZE="2")
     flags = ["--load", where["SAVE"], "--prompt", text, "--temperature", "0", "--out-seq-length", "8"]
     alone = run_script(1, str(ROOT / "generate_samples.py"), flags).stdout.partition(text)[2]
-    assert alone.strip() and output.partition(text)[2] == alone, "greedy text does not depend on the ranks"
+    assert len(alone) > 8 and output.partition(text)[2] == alone, "greedy text does not depend on the ranks"
     sample = tmp_path / "sample.txt"
     sample.write_text("The value is the same on every rank . \n" * 20)
     flags = ["--load", where["SAVE"], "--valid-data", str(sample), "--task", "wikitext"]

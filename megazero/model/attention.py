@@ -43,8 +43,9 @@ def attend(
     Args:
         mask: None, or [b or 1, 1, s, keys]: bool (True = may read) or a float added to the scores.
     """
-    # On GPUs, fewer heads are taken by flash attention, for 16 bits without a mask, or by the kernel that keeps all scores.
-    is_flash = mask is None and (q.dtype != torch.float32 or q.device.type == "cpu")
+    # Fewer heads are taken by flash attention on GPUs, for 16 bits without a mask, and else by kernels that keep all scores
+    # (torch 2.8 has no other on CPUs).
+    is_flash = mask is None and q.dtype != torch.float32 and q.device.type != "cpu"
     if k.size(1) < q.size(1) and not is_flash:
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
     with own_stream(dropout > 0.0 and model_parallel_size > 1):

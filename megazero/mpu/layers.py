@@ -129,7 +129,7 @@ def parallel_columns(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, 
     Args:
         x: as for the layers, which are alike but for their sizes, with `gather_output=False`.
     """
-    parameters = [(layer.weight, cast(Tensor | None, layer.bias)) for layer in layers]
+    parameters = [(layer.weight, cast("Tensor | None", layer.bias)) for layer in layers]
     return column_linears(x, parameters, layers[0].group, layers[0].overlap_backward, layers[0].sequence_parallel)
 
 

@@ -164,11 +164,11 @@ def _core_bytes(model: GPT2Config, shape: Shape, cut: int) -> int:
         is_view = shape.dtype == torch.float32 and shape.batch_size == 1  # V then stays where Q and K have been
         is_view = is_view and qkv == 3 * cut and model.position_embedding_type == "learned_absolute"
         return scores + 3 * fp32_cut - qkv + (2 * cut if is_view else 0)
-    copies = 0
-    if shape.device_type == "cuda" and shape.dtype == torch.float32:
-        # Not flash attention: K and V are repeated for each head, and the context, not in the order of the inputs, is copied.
-        copies = 3 * cut - qkv + (cut if shape.batch_size > 1 else 0)
-    return copies + rows * FP32_BYTES  # the last term: log of the sum of exponentials
+    is_cuda, is_fp32 = shape.device_type == "cuda", shape.dtype == torch.float32
+    repeated = 0 if is_cuda and not is_fp32 else 3 * cut - qkv  # K and V, for each head
+    # The kernel for fp32 on GPUs does not write the context in the order of its inputs, so it is copied.
+    merged = cut if is_cuda and is_fp32 and shape.batch_size > 1 else 0
+    return repeated + merged + rows * FP32_BYTES  # the last term: log of the sum of exponentials
 
 
 def _norm_bytes(model: GPT2Config, shape: Shape) -> int:
