@@ -23,7 +23,7 @@ from megazero.mpu.utils import outside_graphs
 
 def split_heads(x: Tensor, head_size: int, rotation: Tensor | None = None) -> Tensor:
     """Q, K or V [s, b, h/t] -> [b, n/t, s, d], a view unless it is turned by `rotation` of `rotation_of`."""
-    x = x.unflatten(-1, (-1, head_size))
+    x = x.view(*x.shape[:-1], -1, head_size)
     return (x if rotation is None else rotated(x, rotation)).permute(1, 2, 0, 3)
 
 

@@ -26,6 +26,7 @@ CONFIG = GPT2Config(
     num_layers=2,
     hidden_size=24,
     num_attention_heads=4,
+    intermediate_size=96,
     max_position_embeddings=10,
     vocab_size=131,
     make_vocab_size_divisible_by=8,
