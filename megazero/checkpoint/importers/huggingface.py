@@ -23,7 +23,7 @@ from megazero.checkpoint.format import PLAIN_NAME
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor, Read
 from megazero.checkpoint.importers.torch_files import load_torch_file
 from megazero.checkpoint.vocabulary import vocabulary_state
-from megazero.data.tokenizer import build_tokenizer
+from megazero.data.tokenizer import GPT2BPETokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from megazero.files import append_suffix, read_whole
 from megazero.logging import get_logger
 from megazero.model.config import GPT2Config
@@ -32,7 +32,7 @@ from megazero.zero.bucket import MASTER
 
 logger = get_logger(__name__)
 
-_TOKENIZERS = {"HuggingFaceTokenizer": ("tokenizer.json",), "GPT2BPETokenizer": ("vocab.json", "merges.txt")}
+_TOKENIZERS: tuple[type[Tokenizer], ...] = (HuggingFaceTokenizer, GPT2BPETokenizer)  # the first one that is there
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
 
 
@@ -77,7 +77,7 @@ def read_huggingface(directory: str | Path) -> ForeignCheckpoint:
 
 def _vocabulary(directory: Path, vocab_size: int) -> dict[str, Any]:
     """Entries of the client state for the tokenizer in the directory; none where there is none, or none that could be used."""
-    kinds = [kind for kind, names in _TOKENIZERS.items() if all((directory / name).is_file() for name in names)]
+    kinds = [kind.name for kind in _TOKENIZERS if all((directory / name).is_file() for name in kind.file_names)]
     if not kinds:
         return {}
     try:
