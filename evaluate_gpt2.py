@@ -21,7 +21,7 @@ import torch
 
 from megazero.arguments import load_components
 from megazero.comm import told_world
-from megazero.data.corpora import Corpus, indexed_prefix
+from megazero.data.corpora import Corpus, indexed_prefix, named_entry
 from megazero.data.sources import Sources
 from megazero.entry import run_script
 from megazero.evaluation import check_stride, ending_accuracy, last_word_accuracy, sliding_window_perplexity
@@ -54,9 +54,9 @@ class Data(NamedTuple):
 
     @classmethod
     def of(cls, entry: str) -> Data:
-        """What an entry "PATH" or "NAME=PATH" names. As in the training job, a path that looks like a name is written ./a=b."""
-        name, sign, path = entry.partition("=")
-        return cls(name, path) if sign and "/" not in name else cls("", entry)
+        """What an entry "PATH" or "NAME=PATH" names, as in the training job."""
+        name, path = named_entry(entry)
+        return cls(name or "", path)
 
     @property
     def tokens(self) -> Path | None:

@@ -76,8 +76,8 @@ def find_sets(entries: Sequence[str], flag: str) -> dict[str, list[Corpus]]:
     sets: dict[str, list[str]] = {}
     name = ""
     for entry in entries:
-        before, sign, first = entry.partition("=")
-        if sign and "/" not in before:
+        before, first = named_entry(entry)
+        if before is not None:
             if not (before and first) or before in sets or "" in sets:
                 raise ValueError(
                     f"{flag} {' '.join(entries)}: give every set a name of its own before its first corpus (code=data/a "
@@ -86,6 +86,12 @@ def find_sets(entries: Sequence[str], flag: str) -> dict[str, list[Corpus]]:
             name, entry = before, first
         sets.setdefault(name, []).append(entry)
     return {name: find_corpora(own, flag) for name, own in sets.items()}
+
+
+def named_entry(entry: str) -> tuple[str | None, str]:
+    """NAME and PATH of an entry "NAME=PATH"; no name of a plain path. A path that looks like a name is written ./a=b."""
+    name, sign, path = entry.partition("=")
+    return (name, path) if sign and "/" not in name else (None, entry)
 
 
 def has_split_off(entries: Sequence[str], part: str) -> bool:
