@@ -104,6 +104,11 @@ class TrainingConfig:
     exit_interval: int | None = option(
         None, "save and exit when the iteration is a multiple of this", at_least=1, unsaid=True
     )
+    phase_transition_iterations: tuple[int, ...] | None = option(
+        None,
+        "save and exit after these iterations; the run that continues there reads its data, or others, from the first sample on",
+        unsaid=True,
+    )
     exit_duration_in_mins: float | None = option(
         None,
         "save and exit after the step that is in progress this many minutes after the ranks started",
@@ -151,6 +156,11 @@ class TrainingConfig:
                 f"--rampup-batch-size {' '.join(map(str, ramp))}: give three numbers of at least 1, the first global batch size, "
                 "the increment, and the samples over which it grows."
             )
+        if min(self.phase_transition_iterations or (1,)) < 1:
+            raise ValueError(
+                f"--phase-transition-iterations {' '.join(map(str, self.phase_transition_iterations or ()))}: iterations count "
+                "from 1."
+            )
         if self.profile_steps is not None and self.profiled_steps is None:
             raise ValueError(
                 f"--profile-steps {self.profile_steps}: give the first and the last iteration to trace, as in 100-102, or one."
@@ -175,6 +185,22 @@ class TrainingConfig:
     def logs_grad_norms_of(self, iteration: int) -> bool:
         """Whether --log-grad-norms records those of this iteration: only that of a log line costs anything."""
         return self.log_grad_norms and iteration % self.log_interval == 0
+
+    def phase_begun(self, iteration: int) -> int:
+        """The last of --phase-transition-iterations up to this one; 0 if none is."""
+        return max((each for each in self.phase_transition_iterations or () if each <= iteration), default=0)
+
+    def phase_end(self, begun: int) -> int:
+        """The last iteration of the phase that begins after this one."""
+        return min((each for each in self.phase_transition_iterations or () if each > begun), default=self.train_iters)
+
+    def exits_after(self, iteration: int) -> str | None:
+        """The flag that ends a job after this iteration, which is not the run's last one."""
+        if iteration in (self.phase_transition_iterations or ()):
+            return f"--phase-transition-iterations {iteration}"
+        if self.exit_interval and iteration % self.exit_interval == 0:
+            return f"--exit-interval {self.exit_interval}"
+        return None
 
     def skips(self, iteration: int) -> bool:
         """Whether --iterations-to-skip leaves out this iteration, counted as in the log."""

@@ -66,6 +66,7 @@ class Job:
     peak_tflops: float | None  # of this rank's device, if known
     iteration: int = 0
     consumed_samples: int = 0
+    phase: tuple[int, int] = (0, 0)  # iteration, and consumed samples, after which the present phase of the data begins
     first_loss: float | None = None
     corpora: list[str] | None = None  # fingerprints of the training data; initially the checkpoint's
     shuffled_epochs: list[list[int]] | None = None  # of each corpus, as its dataset says; initially the checkpoint's
@@ -90,7 +91,20 @@ class Job:
     @property
     def train_samples(self) -> int:
         """Training samples of the whole run: those consumed so far, and those that the remaining iterations will consume."""
-        left = max(0, self.config.training.train_iters - self.iteration)
+        return self._samples_at(self.config.training.train_iters)
+
+    @property
+    def phase_samples(self) -> int:
+        """Those of the present phase of the data: of the whole run, without --phase-transition-iterations."""
+        return self._samples_at(self.config.training.phase_end(self.phase[0])) - self.phase[1]
+
+    @property
+    def consumed_in_phase(self) -> int:
+        """Those of the present phase that have been consumed."""
+        return self.consumed_samples - self.phase[1]
+
+    def _samples_at(self, iteration: int) -> int:
+        left = max(0, iteration - self.iteration)
         return self.config.samples_after(left, self.groups.data_parallel_size, self.consumed_samples)
 
     def accumulation_steps(self, consumed_samples: int) -> int:

@@ -40,7 +40,7 @@ def datasets(job: Job) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     train, valid, test = build_datasets(
         job.config.data,
         job.tokenizer,
-        (job.train_samples, eval_samples, eval_samples),
+        (job.phase_samples, eval_samples, eval_samples),
         flags.seed,
         rank=torch.distributed.get_rank(),
         meet=_meet,
@@ -68,7 +68,7 @@ def own_datasets(job: Job, train: Any, valid: Mapping[str, Any]) -> tuple[Any, d
     eval_samples = flags.eval_iters * job.config.eval_batch_size * job.groups.data_parallel_size
     sets = valid if eval_samples else {}
     evaluated = {name: Epochs(samples, eval_samples, flags.seed) for name, samples in sets.items()}
-    return Epochs(train, job.train_samples, flags.seed), evaluated, {}
+    return Epochs(train, job.phase_samples, flags.seed), evaluated, {}
 
 
 class Epochs:

@@ -144,9 +144,28 @@ def load(job: Job, is_expected: bool = False) -> None:
     )
     if not flags.finetune:
         job.corpora, job.shuffled_epochs = client.get("corpora"), client.get("shuffled_epochs")
+        _enter_phase(job, tuple(client.get("phase", job.phase)))
         _say_what_changed(job, client)
     samples = counted(job.consumed_samples, "sample")
     logger.info("loaded %s: continuing after iteration %d, %s", path, job.iteration, samples)
+
+
+def _enter_phase(job: Job, saved: tuple[int, int]) -> None:
+    """Begins a phase of the data if one begins after the job's iteration, or goes on in the one that was saved.
+
+    Raises:
+        ValueError: a phase should have begun in between.
+    """
+    job.phase, begin = saved, job.config.training.phase_begun(job.iteration)
+    if begin <= saved[0]:
+        return
+    if begin < job.iteration:
+        raise ValueError(
+            f"--phase-transition-iterations {begin}: the run is at iteration {job.iteration}, in a phase that began after "
+            f"{saved[0]}. Name {job.iteration}, or go back to global_step{begin} (docs/checkpoints.md)."
+        )
+    job.phase, job.corpora, job.shuffled_epochs = (begin, job.consumed_samples), None, None
+    logger.info("a phase of the data begins, which is read from its first sample on", extra=ALIKE)
 
 
 def _say_what_changed(job: Job, client: dict[str, Any]) -> None:
@@ -171,9 +190,10 @@ def _say_what_changed(job: Job, client: dict[str, Any]) -> None:
             extra=ALIKE,
         )
     changed = _changes(client["config"], job.config)
-    others = [flag_of(name) for name in SAMPLES if name in changed]
+    others = [] if job.consumed_in_phase == 0 else [flag_of(name) for name in SAMPLES if name in changed]
     order = ". Where that means other data or another order, some samples come again and others never"
-    _warn_of_flags(others, f"{order}, and validation data that --split cuts off change as well")
+    phase = f". --phase-transition-iterations {job.iteration} reads data from their first sample on"
+    _warn_of_flags(others, f"{order}, and validation data that --split cuts off change as well{phase}")
     if job.corpora and "split" in changed:  # so these are other documents, if of the same corpora
         job.corpora = _fingerprints(job.corpora)
     if "split" in changed or "seq_length" in changed:  # so an epoch has another number of samples, as has been said
@@ -226,7 +246,7 @@ def warn_of_other_data(job: Job, corpora: list[str], shuffled_epochs: list[list[
         logger.warning(
             "the run is now %d samples long, which takes another number of epochs of the data, or crosses 80 %% of the last one: "
             "their order changes, and some samples come again",
-            job.train_samples,
+            job.phase_samples,
             extra=ALIKE,
         )
     job.corpora, job.shuffled_epochs = corpora, shuffled_epochs
@@ -347,7 +367,8 @@ def save(job: Job, is_last: bool = False) -> None:
     client = {
         "iteration": job.iteration,
         "consumed_samples": job.consumed_samples,
-        "train_samples": job.train_samples,
+        "phase": job.phase,
+        "train_samples": job.phase_samples,
         "global_batch_size": job.config.global_batch_size(job.groups.data_parallel_size),
         "first_loss": job.first_loss,
         "corpora": job.corpora,

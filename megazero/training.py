@@ -172,7 +172,15 @@ def pretrain(
 
 def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], bar: tqdm) -> None:
     flags, config = job.config.training, job.config
-    iterator = batches(job, train, "training", flags.batch_size, job.consumed_samples, job.accumulation_steps)
+    first = job.phase[1]
+    iterator = batches(
+        job,
+        train,
+        "training",
+        flags.batch_size,
+        job.consumed_in_phase,
+        lambda read: job.accumulation_steps(first + read),
+    )
     job.engine.train()
     interval: list[tuple[float, float]] = []
     logged_at, start = job.consumed_samples, time.perf_counter()
@@ -204,11 +212,10 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
             if not stop and _ask_to_stop(job).read():
                 stop = _why_stop(job)
         start += time.perf_counter() - paused
-        is_exit = flags.exit_interval and job.iteration % flags.exit_interval == 0 and job.iteration < flags.train_iters
-        if is_exit:
-            stop = f"--exit-interval {flags.exit_interval}"
+        exits = flags.exits_after(job.iteration) if job.iteration < flags.train_iters else None
+        stop = exits or stop
         if stop:
-            job.is_cut = not is_exit
+            job.is_cut = exits is None
             logger.info("stopping after iteration %d: %s", job.iteration, stop)
     profiler.finish(job.iteration)
     if config.checkpoint.save and (has_failed_to_save(job) or job.iteration % config.checkpoint.save_interval):
@@ -301,7 +308,7 @@ def _tell_others(loss: Tensor, stop: StopSignal) -> comm.Readout:
 def _raise_not_finite(job: Job, total: Tensor) -> None:
     loss = float(total)
     rank, size = job.groups.data_parallel_rank, job.global_batch_size // job.groups.data_parallel_size
-    first = job.consumed_samples + rank * size
+    first = job.consumed_in_phase + rank * size
     samples = f"samples {first} to {first + size - 1} of the shuffled training data"
     mine = f"rank {torch.distributed.get_rank()}: loss {loss}, {samples}"
     bad = [text for text in comm.all_gathered_objects(None if math.isfinite(loss) else mine) if text]

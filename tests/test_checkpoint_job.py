@@ -97,20 +97,36 @@ run_script(pretrain_gpt2.check, pretrain_gpt2.main)
 """
 
 
+RAMP = ["--rampup-batch-size", "2", "2", "8"]
+SPANS = [(1, 2, 4), (3, 7, 4), (12, 12, 12)]  # before the checkpoint, around it, the last
+
+
 @pytest.mark.parametrize(
-    ("mp", "more"), [(1, []), (1, ["--rampup-batch-size", "2", "2", "8"]), (2, ["--reset-position-ids"])]
+    ("mp", "more", "spans"),
+    [
+        (1, [], SPANS),
+        (1, RAMP, SPANS),
+        (
+            1,
+            [*RAMP, "--phase-transition-iterations", "9", "5"],
+            [(1, 3, 5), (2, 5, 4), (6, 7, 8), (9, 9, 8), (10, 12, 12)],
+        ),
+        (2, ["--reset-position-ids"], SPANS),
+    ],
 )
-def test_the_samples_of_iterations_are_what_the_ranks_were_fed(corpus, tmp_path, capsys, mp, more):
+def test_the_samples_of_iterations_are_what_the_ranks_were_fed(corpus, tmp_path, capsys, mp, more, spans):
     (tmp_path / "job.py").write_text(RECORDED)
     save, (_, path, *vocabulary) = tmp_path / "save", corpus
     for suffix in (".bin", ".idx"):
         shutil.copy(path + suffix, tmp_path / f"other{suffix}")
     blend = ["--train-data", "0.3", str(tmp_path / "other"), "0.7", path, *vocabulary]
     batch = ["--batch-size", "1", "--global-batch-size", "4", "--model-parallel-size", str(mp)]
-    done = run_script(2, str(tmp_path / "job.py"), [*FLAGS, *blend, "--save", str(save), *batch, *more])
-    assert done.returncode == 0, done.stdout
+    arguments = [*FLAGS, *blend, "--save", str(save), "--load", str(save), *batch, *more]
+    for _ in range(3 if "--phase-transition-iterations" in more else 1):
+        done = run_script(2, str(tmp_path / "job.py"), arguments)
+        assert done.returncode == 0, done.stdout
     fed = [(save / f"fed{rank}").read_text().splitlines() for rank in range(2 // mp)]
-    for first, last, tag in ((1, 2, 4), (3, 7, 4), (12, 12, 12)):  # before the checkpoint, around it, the last
+    for first, last, tag in spans:
         command = ["samples", str(save), "--tag", f"global_step{tag}", "--iterations", f"{first}-{last}"]
         assert checkpoint_command(command) == 0
         iterations = range(first, last + 1)
@@ -155,7 +171,12 @@ def test_a_sample_is_shown_with_its_documents_also_of_data_that_has_moved(corpus
     [
         ("0", {}, "--iterations 0: give the first and the last iteration, as in 510-512, or one"),
         ("9-8", {}, "--iterations 9-8: give"),
-        ("12-13", {}, "--iterations: the run of .*/global_step12 ends before iteration 13, with 48 samples"),
+        ("12-13", {}, "the run of .*/global_step12, or its phase, ends before iteration 13, with 48 samples"),
+        (
+            "9",
+            {"phase": (9, 36)},
+            "is of the phase of its run that began after iteration 9. Name a checkpoint of an earlier",
+        ),
         ("12", {"consumed_samples": 40}, "had another global batch before. Name the checkpoint from which it went on"),
     ],
 )

@@ -211,6 +211,26 @@ def test_iterations_to_skip_read_their_batches_count_and_leave_the_weights(corpu
     assert (tmp_path / "left" / "global_step9").is_dir() and "memory after the first step" not in done.stdout
 
 
+def test_a_phase_of_other_data_begins_at_its_first_sample_and_goes_on_when_resumed(corpus, tmp_path):
+    """At a rate of 0 the phase's losses are those of a new run of its length; the trunk's are as if it ended there."""
+    other = [*corpus, "--split", "4,5,1"]
+    more = ("--lr", "0", "--batch-size", "1", "--global-batch-size", "4", "--save-interval", "2")
+    for name, data, iters in (("first", corpus, 3), ("second", other, 5)):
+        assert run_job(flags(data, tmp_path / name, iters, *more), 2).returncode == 0
+    whole, phases = tmp_path / "whole", ("--phase-transition-iterations", "3")
+    done = run_job(flags(corpus, whole, 8, *more, *phases), 2)
+    assert "stopping after iteration 3: --phase-transition-iterations 3" in done.stdout
+    for world, exits in ((2, ("--exit-interval", "5")), (1, ())):
+        done = run_job(flags(other, whole, 8, *more, *phases, *exits), world)
+        assert done.returncode == 0 and "not as in the run" not in done.stdout, done.stdout
+        assert ("a phase of the data begins" in done.stdout) is (world == 2)
+        assert "20 samples of 32 tokens" in done.stdout
+    expected = {**metrics(tmp_path / "first"), **{i + 3: loss for i, loss in metrics(tmp_path / "second").items()}}
+    torch.testing.assert_close(metrics(whole), expected, rtol=1e-6, atol=0)
+    done = run_job(flags(other, whole, 9, *more, "--phase-transition-iterations", "6"), 1)
+    assert "at iteration 8, in a phase that began after 3. Name 8, or go back to global_step6" in done.stdout
+
+
 def test_a_run_stopped_among_iterations_to_skip_equals_the_whole_run_bit_for_bit_with_dropout(corpus, tmp_path):
     extra = "--hidden-dropout 0.2 --model-parallel-size 2 --iterations-to-skip 3-5 --log-interval 2".split()
     assert run_job(flags(corpus, tmp_path / "whole", 8, *extra), 2).returncode == 0

@@ -78,23 +78,32 @@ def show_samples(
 
 
 def samples_of(client: dict[str, Any], iteration: int, reader: Reader) -> range:
-    """Which samples of the shuffled training data the global batch of an iteration has, by the checkpoint's client state."""
+    """Which samples of the shuffled training data the global batch of an iteration has, by the checkpoint's client state.
+
+    The run's --phase-transition-iterations, if any, divide it into phases, each with data or an order of its own.
+    """
     with reader.well_formed("the run's batches"):
         done, consumed, full = client["iteration"], client["consumed_samples"], client["global_batch_size"]
         rampup = client["config"]["training"]["rampup_batch_size"]
-        is_alike = samples_after(full, rampup, done, 0) == consumed
+        begun, before = client.get("phase", (0, 0))
+        is_alike = samples_after(full, rampup, done - begun, before) == consumed
+    if iteration <= begun:
+        raise ValueError(
+            f"--iterations: {reader.path} is of the phase of its run that began after iteration {begun}. Name a checkpoint of "
+            "an earlier one by --tag."
+        )
     if iteration <= done:
         if not is_alike:
             raise ValueError(
                 f"The run of {reader.path} had another global batch before. Name the checkpoint from which it went on to "
                 f"iteration {iteration} by --tag."
             )
-        done = consumed = 0
+        done, consumed = begun, before
     start = samples_after(full, rampup, iteration - 1 - done, consumed)
-    batch = range(start, start + ramped_batch_size(full, rampup, start))
+    batch = range(start - before, start - before + ramped_batch_size(full, rampup, start))
     if batch.stop > client["train_samples"]:
         raise ValueError(
-            f"--iterations: the run of {reader.path} ends before iteration {iteration}, with "
+            f"--iterations: the run of {reader.path}, or its phase, ends before iteration {iteration}, with "
             f"{client['train_samples']} samples."
         )
     return batch
