@@ -14,15 +14,8 @@ from megazero.checkpoint.config import CheckpointConfig
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.loader import newest_tag
 from megazero.checkpoint.plain import client_state
-from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.tags import (
-    checkpoint_path,
-    latest_tag,
-    list_tags,
-    listed,
-    read_bytes,
-    tags_to_go_back_to,
-)
+from megazero.checkpoint.reader import Reader, read_index
+from megazero.checkpoint.tags import checkpoint_path, latest_tag, list_tags, listed, tags_to_go_back_to
 from megazero.checkpoint.vocabulary import saved_files, saved_tokenizer, vocabulary_state
 from megazero.config import Config
 from megazero.data.build import TOKENIZER_FLAGS, DataConfig, build_tokenizer_from
@@ -108,7 +101,7 @@ def job_tokenizer(config: Config) -> Tokenizer:
 def _tokenizer_in(directory: str, tag: str) -> Tokenizer | None:
     """The tokenizer whose files a checkpoint has; None if it has none."""
     # The ranks that load it ask for its other files.
-    reader = Reader(directory, tag, read_bytes(checkpoint_path(directory, tag) / "index.json"))
+    reader = Reader(directory, tag, read_index(checkpoint_path(directory, tag)))
     client = client_state(reader)
     reader.close()
     return saved_tokenizer(client, reader.path) if saved_files(client) else None

@@ -447,6 +447,9 @@ def test_the_vocabulary_is_that_of_a_checkpoint_that_the_job_may_go_back_to(corp
         job_checkpoints.job_tokenizer(load_config(load))
     wanted = build_tokenizer("GPT2BPETokenizer", tokenizer_path=corpus[3]).contents
     assert job_checkpoints.job_tokenizer(load_config([*load, "--load-fallback"])).contents == wanted
+    (tmp_path / "latest").write_text("global_step16")
+    with pytest.raises(FileNotFoundError, match="No checkpoint at .*16, beside which there are global_step12"):
+        job_checkpoints.job_tokenizer(load_config(load))
     for path in (tmp_path / "latest", tmp_path / "global_step8", tmp_path / "global_step12"):
         path.rename(tmp_path.with_name(f"no_{path.name}"))  # as if the job had died in its first save
     assert job_checkpoints.job_tokenizer(load_config(load)).contents == wanted

@@ -73,7 +73,7 @@ class Reader:
                 )
             raise FileNotFoundError(f"No checkpoint at {directory}: {why}")
         self.path = checkpoint_path(directory, tag)
-        self.content = self._read_index() if content is None else content
+        self.content = read_index(self.path) if content is None else content
         self.index = self._parse_index(self.content)
         self._opened: dict[Path, BufferedReader] = {}
         with self.well_formed("files"):
@@ -163,19 +163,6 @@ class Reader:
         for file in self.files:
             file.close()
 
-    def _read_index(self) -> bytes:
-        path = self.path / "index.json"
-        with suppress(*NOTHING_THERE):
-            return read_bytes(path)
-        if any(self.path.glob("*_model_states.pt")):
-            raise FileNotFoundError(
-                f"{self.path} is a checkpoint of DeepSpeed's. Make one of it that can be loaded: `python -m "
-                f"megazero.checkpoint import --from deepspeed {self.path.parent} OUT`."
-            )
-        raise FileNotFoundError(
-            f"No checkpoint at {self.path}, beside which there {listed(self.path.parent)}. {NAME_ONE}"
-        )
-
     def _parse_index(self, content: bytes) -> dict[str, Any]:
         with self.well_formed("its top level"):
             index: dict[str, Any] = json.loads(content, parse_constant=_no_number)
@@ -245,6 +232,23 @@ class Reader:
                 f"{self.path / 'index.json'} is malformed at {what}: {type(error).__name__}: {error}. It is not what was "
                 f"written. {REMEDY}"
             ) from error
+
+
+def read_index(path: Path) -> bytes:
+    """What index.json of the checkpoint at `path` holds.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        OSError: it cannot be read.
+    """
+    with suppress(*NOTHING_THERE):
+        return read_bytes(path / "index.json")
+    if any(path.glob("*_model_states.pt")):
+        raise FileNotFoundError(
+            f"{path} is a checkpoint of DeepSpeed's. Make one of it that can be loaded: `python -m megazero.checkpoint import "
+            f"--from deepspeed {path.parent} OUT`."
+        )
+    raise FileNotFoundError(f"No checkpoint at {path}, beside which there {listed(path.parent)}. {NAME_ONE}")
 
 
 def _no_number(text: str) -> None:
