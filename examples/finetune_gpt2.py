@@ -17,10 +17,10 @@ import pretrain_gpt2
 from megazero import mpu
 from megazero.arguments import load_config
 from megazero.config import Config
-from megazero.data.build import build_tokenizer_from
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.job import Job
+from megazero.job_checkpoints import job_tokenizer
 from megazero.texts import load_rows
 from megazero.training import pretrain
 
@@ -74,7 +74,7 @@ def check(world_size: int) -> tuple[Config, Tokenizer]:
     """The configuration and the tokenizer."""
     config = load_config(world_size=world_size)
     config.check_world(world_size)
-    return config, build_tokenizer_from(config.data)
+    return config, job_tokenizer(config)
 
 
 def main(checked: tuple[Config, Tokenizer]) -> None:

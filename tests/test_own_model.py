@@ -179,8 +179,8 @@ def test_the_finetuning_example_trains_and_evaluates_on_the_responses_alone(own_
     (rows := tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n\n" for row in ROWS))
     run_job([*TINY_MODEL, *corpus, "--train-iters", "1", "--save", base], 1)
 
-    def tune(save: str, iters: int, *more: str) -> str:
-        data = ["--train-data", str(rows), "--valid-data", str(rows), *corpus[2:4], "--eval-iters", "2"]
+    def tune(save: str, iters: int, *more: str) -> str:  # with the vocabulary in the checkpoint
+        data = ["--train-data", str(rows), "--valid-data", str(rows), "--eval-iters", "2"]
         flags = [*TINY_MODEL, *data, "--calculate-per-token-loss", "--log-interval", "1", "--train-iters", str(iters)]
         script = str(ROOT / "examples" / "finetune_gpt2.py")
         done = run_script(2, script, [*flags, "--lr-decay-style", "constant", "--save", save, *more])
