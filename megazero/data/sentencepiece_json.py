@@ -3,8 +3,13 @@
 The file of a model is a protocol buffer (sentencepiece_model.proto). The few fields that matter are read here: the classes that
 sentencepiece has for it need a protobuf package of their own version.
 
-Two things remain: of two segmentations by a unigram model whose scores are equal but for rounding, tokenizers may choose the
-other one; and a U+2581 in a text is a space.
+What remains, because tokenizers do it so:
+
+- Of two segmentations by a unigram model whose scores are equal but for rounding, the other one may be chosen.
+- A unigram model takes a text that spells a control or byte piece (`<s>`, `<0x41>`) for it, if it does not know each character.
+- Where a model's normalization replaces a character, it loses what combines with it (U+0301 behind U+FB01, U+000A
+  behind U+000D).
+- A U+2581 in a text is a space.
 """
 
 from __future__ import annotations
