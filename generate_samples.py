@@ -144,6 +144,7 @@ def main(request: Request) -> None:
             eod=tokenizer.eod,
             seed=(sampling.seed + batch.start) % 2**64,  # another one for each batch, whose rows would draw alike
             is_over=partial(has_stop, tokenizer, sampling.stop, prompts) if sampling.stop else None,
+            vocab_size=tokenizer.vocab_size,
         )
         for text, prompt, output in zip(request.texts[batch], prompts, outputs, strict=True):
             more = before_stops(continuation(tokenizer, prompt, output), sampling.stop or ())

@@ -62,6 +62,7 @@ def generate(
     eod: int | None = None,
     seed: int = 1234,
     is_over: Callable[[int, list[int]], bool] | None = None,
+    vocab_size: int | None = None,
 ) -> list[list[int]]:
     """Continuations of `prompts`, without the prompts, each ended before its first `eod`, or when it `is_over`.
 
@@ -75,6 +76,7 @@ def generate(
         top_k, top_p: see `filter_logits`.
         seed: of the draws. Nothing else depends on it, and the default random streams are left alone.
         is_over: whether a continuation ends with its last token; asked after each before `eod`, with the number of its prompt.
+        vocab_size: ids from this one on are not drawn: the tokenizer's, of which the model may have more.
 
     Raises:
         ValueError: an empty prompt, a prompt that with `max_new_tokens` does not fit the model's positions, or a sampling option
@@ -105,7 +107,7 @@ def generate(
     with in_mode(model, training=False):
         logits = model(tokens, cache=cache, logit_index=lengths - 1)  # [b, 1, v/t]
         while True:
-            drawn = _draw(model, logits[:, 0], temperature, top_k, top_p, generator)  # [b]
+            drawn = _draw(model, logits[:, 0], vocab_size, temperature, top_k, top_p, generator)  # [b]
             steps.append(drawn)
             if eod is not None:
                 finished |= drawn == eod
@@ -125,11 +127,17 @@ def generate(
 
 
 def _draw(
-    model: GPT2Model, logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+    model: GPT2Model,
+    logits: Tensor,
+    vocab_size: int | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    generator: torch.Generator,
 ) -> Tensor:
     """One token per row [b], equal on every rank, from this rank's logits [b, v_padded/t]."""
     logits = mpu.gather_from_model_parallel_region(logits, model.group)[:, : model.config.vocab_size]  # [b, v]
-    drawn = sample(logits, temperature, top_k, top_p, generator)
+    drawn = sample(logits[:, :vocab_size], temperature, top_k, top_p, generator)
     comm.broadcast_(drawn, model.group)
     return drawn
 

@@ -122,11 +122,12 @@ def test_a_row_ends_with_the_token_after_which_it_is_over_or_before_its_end_toke
     assert len(calls) == 3
 
 
-def test_padding_of_the_vocabulary_is_never_drawn(one_rank_model):
+@pytest.mark.parametrize(("vocab_size", "most"), [(None, 37), (30, 30), (40, 37)])
+def test_neither_padding_nor_what_the_tokenizer_does_not_know_is_drawn(one_rank_model, vocab_size, most):
     model, _ = one_rank_model
-    assert model.word_embeddings.weight.size(0) > CONFIG.vocab_size
-    drawn = generate(model, [[1]] * 100, 4, temperature=100.0)
-    assert CONFIG.vocab_size - 1 in sum(drawn, []) and max(sum(drawn, [])) < CONFIG.vocab_size
+    assert model.word_embeddings.weight.size(0) == 40 and CONFIG.vocab_size == 37
+    drawn = sum(generate(model, [[1]] * 100, 4, temperature=100.0, vocab_size=vocab_size), [])
+    assert max(drawn) == most - 1
 
 
 def test_generation_stops_when_every_row_has_ended(one_rank_model):
