@@ -89,6 +89,11 @@ class Job:
         return self.config.training.batch_size if self.engine.module.training else self.config.eval_batch_size
 
     @property
+    def eval_samples(self) -> int:
+        """Samples that an evaluation reads of each set, on all ranks together."""
+        return self.config.training.eval_iters * self.config.eval_batch_size * self.groups.data_parallel_size
+
+    @property
     def train_samples(self) -> int:
         """Training samples of the whole run: those consumed so far, and those that the remaining iterations will consume."""
         return self._samples_at(self.config.training.train_iters)

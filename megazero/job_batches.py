@@ -35,13 +35,11 @@ def datasets(job: Job) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         ValueError: ranks have other documents under the names of the data, or as `build_datasets`.
         OtherRankError: another rank could not build them.
     """
-    flags, groups = job.config.training, job.groups
-    eval_samples = flags.eval_iters * job.config.eval_batch_size * groups.data_parallel_size
     train, valid, test = build_datasets(
         job.config.data,
         job.tokenizer,
-        (job.phase_samples, eval_samples, eval_samples),
-        flags.seed,
+        (job.phase_samples, job.eval_samples, job.eval_samples),
+        job.config.training.seed,
         rank=torch.distributed.get_rank(),
         meet=_meet,
         local_rank=comm.get_local_rank(),
@@ -59,16 +57,15 @@ def own_datasets(job: Job, train: Any, valid: Mapping[str, Any]) -> tuple[Any, d
     Raises:
         ValueError: there are none, or ranks have other numbers of them.
     """
-    flags = job.config.training
+    seed = job.config.training.seed
     job.corpora = job.shuffled_epochs = None  # a checkpoint's, of another script
     numbers = {name: len(samples) for name, samples in {"training": train, **valid}.items()}
     comm.refuse_differences({"the samples of make_datasets": str(numbers)}, "Give every rank the same ones.")
     if missing := [name for name, number in numbers.items() if not number]:
         raise ValueError(f"make_datasets returned no sample: {some(missing)}. Give it data, or leave the set out.")
-    eval_samples = flags.eval_iters * job.config.eval_batch_size * job.groups.data_parallel_size
-    sets = valid if eval_samples else {}
-    evaluated = {name: Epochs(samples, eval_samples, flags.seed) for name, samples in sets.items()}
-    return Epochs(train, job.phase_samples, flags.seed), evaluated, {}
+    sets = valid if job.eval_samples else {}
+    evaluated = {name: Epochs(samples, job.eval_samples, seed) for name, samples in sets.items()}
+    return Epochs(train, job.phase_samples, seed), evaluated, {}
 
 
 class Epochs:

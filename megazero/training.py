@@ -380,8 +380,8 @@ def evaluate_and_log(job: Job, metrics: MetricsWriter, sets: dict[str, Any], par
         logger.info("-" * len(line))
         logger.info(line)
         logger.info("-" * len(line))
-        scalars = {"loss": loss, "perplexity": perplexity(loss), "consumed_samples": job.consumed_samples}
-        metrics.write(job.iteration, scalars, section)
+        samples = {"consumed_samples": job.consumed_samples, "evaluated_samples": job.eval_samples}
+        metrics.write(job.iteration, {"loss": loss, "perplexity": perplexity(loss), **samples}, section)
     return None
 
 

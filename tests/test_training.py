@@ -74,6 +74,7 @@ def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
     assert set(metrics(tmp_path, "valid")) == {30, 60} and set(metrics(tmp_path, "test")) == {60}
     consumed = {line["section"]: line["consumed_samples"] for line in logged(tmp_path) if line["iteration"] == 60}
     assert consumed == dict.fromkeys(("train", "valid", "test"), 2 * 2 * 60)
+    assert {line.get("evaluated_samples") for line in logged(tmp_path)} == {None, 16 * 2 * 2}
     lines = [line for line in logged(tmp_path) if line["section"] == "train"]
     tokens = [line["tokens_per_s"] * line["step_s"] for line in lines]
     assert tokens == pytest.approx([2 * 2 * 32] * 6), "of a step, in each interval"
