@@ -169,6 +169,17 @@ def test_keys_that_are_left_out_have_their_defaults(model_type, parameters, voca
     assert (config.num_parameters(), config.vocab_size) == (parameters, vocab_size)
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral"])
+def test_defaults_are_those_of_transformers(model_type):
+    given = {"model_type": model_type, "sliding_window": None}
+    theirs = pytest.importorskip("transformers").AutoConfig.for_model(**given).to_dict()
+    assert config_from_huggingface(theirs) == config_from_huggingface(given)
+
+
+def test_a_width_that_follows_from_the_hidden_size_is_written():
+    assert config_to_huggingface(replace(GROUPED, intermediate_size=None))["intermediate_size"] == 64
+
+
 def test_a_base_of_rotary_positions_is_found_where_each_version_has_it():
     for keys in ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}):
         for others in ({}, {"rope_scaling": None}):
@@ -194,7 +205,15 @@ def test_a_dropout_of_embeddings_alone_is_told(caplog):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("model_type", "qwen2"), ("activation_function", "relu"), ("tie_word_embeddings", False)]
+    ("key", "value"),
+    [
+        ("model_type", "qwen2"),
+        ("activation_function", "relu"),
+        ("tie_word_embeddings", False),
+        ("scale_attn_weights", False),
+        ("scale_attn_by_inverse_layer_idx", True),
+        ("add_cross_attention", True),
+    ],
 )
 def test_a_configuration_that_we_cannot_compute_is_refused(key, value):
     with pytest.raises(ValueError, match=key):
@@ -217,5 +236,5 @@ def test_a_configuration_that_we_cannot_compute_is_refused(key, value):
 def test_another_llama_than_ours_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         config_from_huggingface({"model_type": "llama", **changes})
-    mistral = {"model_type": "mistral", "max_position_embeddings": 4096}
+    mistral = {"model_type": "mistral", "max_position_embeddings": 4096, "head_dim": None}
     assert config_from_huggingface(mistral).num_query_groups == 8
