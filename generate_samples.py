@@ -160,7 +160,7 @@ def main(request: Request) -> None:
 def has_stop(tokenizer: Tokenizer, stops: Sequence[str], prompts: list[list[int]], row: int, output: list[int]) -> bool:
     """Whether one of the texts is in the continuation `output`. Asked after each token: one that ends in the last is near it."""
     longest = max(len(stop.encode()) for stop in stops)  # in tokens, each of a byte at least
-    last = [*prompts[row][-1:], *output[-longest - 1 :]][-longest - 1 :]
+    last = [*prompts[row][-1:], *output][-longest - 1 :]
     end = continuation(tokenizer, last[:1], last[1:])
     return any(stop in end for stop in stops)
 

@@ -406,6 +406,8 @@ def test_a_continuation_keeps_the_space_that_it_begins_with(tmp_path):
     ends = [has_stop(tokenizer, ["x", " of"], [prompt], 0, output[: i + 1]) for i in range(len(output))]
     assert ends == [False] * (len(output) - 1) + [True]
     assert not has_stop(tokenizer, [" the"], [[tokenizer.eod]], 0, prompt)
+    letters = SimpleNamespace(decode=lambda ids: bytes(ids).decode())
+    assert has_stop(letters, ["."], [[*b"A"]], 0, [*b"B."])
 
 
 @pytest.mark.parametrize(
