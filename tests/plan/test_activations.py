@@ -49,7 +49,9 @@ def saved_bytes(model: nn.Module, batch_size: int, seq_length: int, device: str 
 @pytest.mark.parametrize("dropout", [{}, DROPOUT], ids=["plain", "dropout"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("architecture", [{}, LLAMA], ids=["", "llama"])
+@pytest.mark.parametrize(
+    "architecture", [{}, LLAMA, {"position_embedding_type": "rope"}], ids=["", "llama", "rotary positions alone"]
+)
 def test_saved_bytes_are_the_planned_ones(one_rank, architecture, batch_size, dtype, dropout):
     for layers in (1, 3):
         config = replace(SMALL, num_layers=layers, **architecture, **dropout)
