@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -409,6 +410,17 @@ def test_a_checkpoint_of_another_vocabulary_is_neither_continued_nor_used(whole,
     job = SimpleNamespace(tokenizer=build_tokenizer("GPT2BPETokenizer", tokenizer_path=other), config=config)
     with pytest.raises(ValueError, match="global_step12 was trained with another vocabulary"):
         job_checkpoints._prepare_to_continue(job, Reader(whole))
+
+
+@pytest.mark.parametrize(("content", "is_told"), [(None, True), (b"other", True), (b"own", False)])
+def test_weights_from_elsewhere_that_do_not_have_the_jobs_vocabulary_are_told(monkeypatch, caplog, content, is_told):
+    files = {} if content is None else {"tokenizer.model": np.frombuffer(content, np.uint8)}
+    monkeypatch.setattr(job_checkpoints, "client_state", lambda _: {"tokenizer_files": files})
+    monkeypatch.setattr(job_checkpoints, "_refuse_other_model", lambda *_: None)
+    config = SimpleNamespace(checkpoint=SimpleNamespace(finetune=True))
+    job = SimpleNamespace(tokenizer=SimpleNamespace(contents={"tokenizer.model": b"own"}), config=config)
+    job_checkpoints._prepare_to_continue(job, SimpleNamespace(path="theirs"))
+    assert ("theirs does not say which vocabulary it was trained with: make sure" in caplog.text) == is_told
 
 
 def test_a_checkpoint_that_moved_has_its_vocabulary_with_it(corpus, tmp_path, monkeypatch):
