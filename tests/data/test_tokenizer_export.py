@@ -42,7 +42,7 @@ def assert_reads_as(ours, files):
     assert theirs.get_vocab_size() == ours.vocab_size
     for text in TEXTS:
         ids = theirs.encode(text).ids
-        assert ids == ours.encode(text) and theirs.decode(ids, skip_special_tokens=False) == ours.decode(ids), text
+        assert ids == ours.encode(text) and theirs.decode(ids) == ours.decode(ids), text
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
@@ -51,7 +51,7 @@ def assert_reads_as(ours, files):
     [
         {},
         {"user_defined_symbols": ["\n", "up"]},
-        {"control_symbols": ["about"]},  # a word of the texts, which stay text
+        {"control_symbols": ["about", "th"]},  # in words of the texts, which stay text
         DEFAULTS,
         {"add_dummy_prefix": True},
         {"remove_extra_whitespaces": True},
@@ -102,11 +102,12 @@ def test_a_tokenizer_json_is_kept_but_for_what_adds_tokens_and_cuts(tmp_path, cu
     theirs.train_from_iterator(make_texts(300), trainer)
     theirs.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 0)])
     theirs.enable_truncation(3)
+    theirs.enable_padding(length=9)
     theirs.save(str(tmp_path / "tokenizer.json"))
     ours = build_tokenizer("HuggingFaceTokenizer", tokenizer_path=tmp_path)
     assert_reads_as(ours, files := huggingface_files(ours))
     kept, saved = json.loads(files["tokenizer.json"]), json.loads((tmp_path / "tokenizer.json").read_bytes())
-    assert {key for key in saved if kept[key] != saved[key]} == {"post_processor", "truncation"}
+    assert {key for key in saved if kept[key] != saved[key]} == {"post_processor", "truncation", "padding"}
 
 
 def test_the_files_of_a_gpt2_vocabulary_are_what_transformers_takes(tokenizer, gpt2_folder):
