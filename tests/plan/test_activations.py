@@ -27,6 +27,7 @@ SMALL = GPT2Config(
     attention_dropout=0.0,
 )
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+WIDE_LLAMA = {**LLAMA, "checkpoint_activations": True, "vocab_size": 50, "intermediate_size": 1024}
 
 
 def saved_bytes(model: nn.Module, batch_size: int, seq_length: int, device: str = "cpu") -> int:
@@ -121,20 +122,23 @@ def test_auto_keeps_no_more_than_its_budget():
         {"checkpoint_activations": True, "checkpoint_num_layers": 2, **DROPOUT},
         LLAMA,
         {**LLAMA, "checkpoint_activations": True, "untie_embeddings_and_output_weights": False},
+        {**WIDE_LLAMA, "hidden_size": 64},  # gradients of activations are the most
+        {**WIDE_LLAMA, "hidden_size": 512, "max_position_embeddings": 16},  # those of weights are
     ],
     ids=str,
 )
 def test_the_peak_of_a_backward_is_the_planned_one(one_rank, settings):
-    config = replace(SMALL, num_layers=4, hidden_size=128, max_position_embeddings=64, **settings)
+    config = replace(SMALL, **{"num_layers": 4, "hidden_size": 128, "max_position_embeddings": 64, **settings})
+    length = config.max_position_embeddings
     mpu.model_parallel_cuda_manual_seed(1)
     checkpointing.configure(None)
     model = GPT2Model(config, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    ids = torch.zeros(4, 64, dtype=torch.int64)
+    ids = torch.zeros(4, length, dtype=torch.int64)
     with LiveBytes([*model.parameters(), ids]) as live:
         model(ids, targets=ids).mean().backward()
-    work = plan_activations(config, Shape(4, 64, 1, torch.float32, "cpu"), CheckpointSettings())
+    work = plan_activations(config, Shape(4, length, 1, torch.float32, "cpu"), CheckpointSettings())
     loss = work.saved + work.loss_working
     working = max(work.block_working, work.later_working) + work.head_gradient
     first, last = work.kept + work.recomputed + working, max(work.recomputed, work.block) + working
