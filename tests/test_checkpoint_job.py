@@ -459,6 +459,10 @@ def test_the_vocabulary_is_that_of_a_checkpoint_that_the_job_may_go_back_to(corp
         job_checkpoints.job_tokenizer(load_config(load))
     wanted = build_tokenizer("GPT2BPETokenizer", tokenizer_path=corpus[3]).contents
     assert job_checkpoints.job_tokenizer(load_config([*load, "--load-fallback"])).contents == wanted
+    with pytest.raises(ValueError, match="--tokenizer-type SentencePieceTokenizer needs"):
+        job_checkpoints.job_tokenizer(
+            load_config([*load, "--load-fallback", *"--tokenizer-type SentencePieceTokenizer".split()])
+        )
     (tmp_path / "latest").write_text("global_step16")
     with pytest.raises(FileNotFoundError, match="No checkpoint at .*16, beside which there are global_step12"):
         job_checkpoints.job_tokenizer(load_config(load))

@@ -14,7 +14,7 @@ from megazero.checkpoint.commands.samples import show_samples
 from megazero.checkpoint.reader import Reader
 from megazero.inference import InferenceConfig, load_model, open_checkpoint
 from megazero.job_batches import Epochs, own_datasets
-from tests.ranks import run_script
+from tests.ranks import run_ranks, run_script
 from tests.tiny import ROOT, TINY_MODEL, logged, run_job
 
 SCRIPT = """
@@ -167,11 +167,38 @@ def test_own_samples_come_once_an_epoch_in_orders_that_no_length_of_the_run_chan
     assert [short[i] for i in range(len(short))] == [*epochs[0], *epochs[1][:2]]
 
 
+def job_of_own_samples(eval_iters):
+    return SimpleNamespace(
+        config=SimpleNamespace(training=SimpleNamespace(eval_iters=eval_iters, seed=1), eval_batch_size=2),
+        groups=SimpleNamespace(data_parallel_size=3),
+        train_samples=5,
+        corpora=["0-8 of another"],
+        shuffled_epochs=[[1]],
+    )
+
+
 def test_no_sample_of_ones_own_is_refused_and_a_checkpoints_corpora_are_forgotten(one_rank):
-    job = SimpleNamespace(config=SimpleNamespace(training=None), corpora=["0-8 of another"], shuffled_epochs=[[1]])
+    job = job_of_own_samples(1)
     with pytest.raises(ValueError, match="make_datasets returned no sample: code"):
         own_datasets(job, ["a"], {"web": ["b"], "code": []})
     assert job.corpora is job.shuffled_epochs is None
+
+
+@pytest.mark.parametrize(("eval_iters", "numbers"), [(4, {"web": 24}), (0, {})])
+def test_own_samples_are_as_many_as_the_job_takes_and_none_without_evaluations(one_rank, eval_iters, numbers):
+    train, valid, test = own_datasets(job_of_own_samples(eval_iters), ["a"], {"web": ["b"]})
+    assert (len(train), {name: len(samples) for name, samples in valid.items()}, test) == (5, numbers, {})
+
+
+def unequal_case():
+    with pytest.raises(
+        ValueError, match=r"the samples of make_datasets is \"{'training': 2}.*Give every rank the same"
+    ):
+        own_datasets(job_of_own_samples(1), ["a"] * (1 + torch.distributed.get_rank()), {})
+
+
+def test_ranks_with_other_numbers_of_own_samples_are_refused():
+    run_ranks(2, unequal_case)
 
 
 def test_the_finetuning_example_trains_and_evaluates_on_the_responses_alone(own_world, corpus, tmp_path):
