@@ -400,6 +400,13 @@ def test_a_prompt_that_fills_all_positions_is_refused_before_the_model_is_loaded
     )
 
 
+def test_an_output_that_cannot_be_written_is_refused_before_the_model_is_loaded(whole, tmp_path, monkeypatch):
+    output = tmp_path / "no_folder" / "out"
+    monkeypatch.setattr("sys.argv", ["generate_samples.py", "--load", str(whole), "--output", str(output)])
+    with pytest.raises(OSError, match=f"--output {output} cannot be written: No such file"):
+        generate_samples.check(1)
+
+
 def test_a_checkpoint_of_another_vocabulary_is_neither_continued_nor_used(whole, tmp_path, monkeypatch):
     other = make_vocabulary(tmp_path, make_texts(30), size=290)
     flags = ["--load", str(whole), "--tokenizer-path", str(other)]

@@ -177,11 +177,12 @@ def test_transformers_gives_the_ids_of_our_tokenizer(full, tmp_path, kind):
 def test_the_tokenizer_beside_the_weights_comes_along_unless_the_model_is_too_small_for_it(
     full, tmp_path, caplog, kind, size
 ):
-    ours = build_tokenizer(kind, tokenizer_path=make_gpt2_vocabulary(tmp_path / "vocabulary", vocab_size=size))
+    folder = make_gpt2_vocabulary(tmp_path / "vocabulary", vocab_size=size)
+    ours = build_tokenizer(kind, tokenizer_path=folder)
     config = replace(CONFIG, vocab_size=300) if ours.vocab_size < 300 else CONFIG
-    write_huggingface(
-        tmp_path / "model", random_state(config).__getitem__, config, torch.float32, huggingface_files(ours)
-    )
+    files = {name: (folder / name).read_bytes() for name in ("vocab.json", "merges.txt")}  # a tokenizer.json says more
+    files |= huggingface_files(ours)
+    write_huggingface(tmp_path / "model", random_state(config).__getitem__, config, torch.float32, files)
     client = read_huggingface(tmp_path / "model").client_state
     if ours.vocab_size <= config.vocab_size:
         found = saved_tokenizer(client, tmp_path)
