@@ -24,7 +24,7 @@ from tests.checkpoint.checkpoints import TAG, flip, make, tensors
 from tests.checkpoint.importers import deepspeed_checkpoints
 from tests.checkpoint.test_store import load_case, save_case
 from tests.ranks import run_ranks
-from tests.vocabularies import make_gpt2_vocabulary
+from tests.vocabularies import make_gpt2_vocabulary, make_sentencepiece
 
 SIZES = [(1, 1), (1, 3), (2, 2), (4, 1), (3, 5), (6, 1)]
 
@@ -283,6 +283,21 @@ def test_the_tokenizer_is_exported_too(tmp_path, caplog):
         assert (tmp_path / "theirs" / name).read_bytes() == (folder / name).read_bytes()
     assert json.loads((tmp_path / "theirs" / "config.json").read_text())["eos_token_id"] == tokenizer.eod
 
+    path = make_sentencepiece(tmp_path / "a.model", model_type="char", hard_vocab_limit=False)
+    of_characters = {**flags, "tokenizer_type": "SentencePieceTokenizer", "tokenizer_path": str(path)}
+    for name, changes, why in (
+        ("changed", {"tokenizer_sha256": "another"}, "the files that it was trained with have changed"),
+        (
+            "unfit",
+            {"tokenizer": of_characters, "tokenizer_sha256": build_tokenizer(**of_characters).sha256},
+            "no tokenizer",
+        ),
+    ):
+        write_foreign(ForeignCheckpoint(weights, client_state={**client, **changes}), tmp_path / name)
+        assert main(["export", "--to", "huggingface", str(tmp_path / name), str(tmp_path / f"of_{name}")]) == 0
+        assert f"without a tokenizer, which --tokenizer-files can give: {why}" in caplog.text
+        assert not {"tokenizer_config.json", "vocab.json"} & {file.name for file in (tmp_path / f"of_{name}").iterdir()}
+
     (folder / "merges.txt").unlink()
     assert main(["export", "--to", "huggingface", str(tmp_path / "ours"), str(tmp_path / "bare")]) == 0
     assert "exported without a tokenizer, which --tokenizer-files can give" in caplog.text
@@ -290,3 +305,5 @@ def test_the_tokenizer_is_exported_too(tmp_path, caplog):
     files = ["--tokenizer-files", str(folder / "vocab.json")]
     assert main(["export", "--to", "huggingface", str(tmp_path / "ours"), str(tmp_path / "given"), *files]) == 0
     assert (tmp_path / "given" / "vocab.json").exists()
+    assert "does not know which token ends a text" in caplog.text
+    assert 'only if a tokenizer_config.json says "tokenizer_class": "PreTrainedTokenizerFast"' in caplog.text
