@@ -18,6 +18,7 @@ TEXTS = [
     "  ",
     "a",
     "  two\n\n\ttabs  ",
+    "two  spaces   or three",
     "\x00",
     "a <unk> b",
     "👋🏽 中文 ﬁ①",

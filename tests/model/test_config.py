@@ -277,7 +277,7 @@ def test_an_mlp_that_does_not_split_is_refused():
 def test_groups_that_do_not_split_are_refused():
     config = GPT2Config(group_query_attention=True, num_query_groups=2)
     config.check_parallel(2)
-    with pytest.raises(ValueError, match="--num-query-groups 2 .* --model-parallel-size of 1, 2"):
+    with pytest.raises(ValueError, match=r"--num-query-groups 2 .* --model-parallel-size of 1, 2\."):
         config.check_parallel(4)
 
 
@@ -345,11 +345,19 @@ def test_a_missing_vocabulary_size_says_what_to_pass(one_rank):
         GPT2Model(GPT2Config(num_layers=1), device="meta")
 
 
-def test_a_sequence_longer_than_the_positions_is_refused(one_rank):
-    model = GPT2Model(
-        GPT2Config(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=11, max_position_embeddings=6)
-    )
-    with pytest.raises(ValueError, match="7 tokens .*--max-position-embeddings 6"):
+@pytest.mark.parametrize(
+    ("positions", "why"), [("learned_absolute", ": positions are learned, one vector each"), ("rope", "")]
+)
+def test_a_sequence_longer_than_the_positions_is_refused(one_rank, positions, why):
+    sizes = {
+        "num_layers": 1,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "vocab_size": 11,
+        "max_position_embeddings": 6,
+    }
+    model = GPT2Model(GPT2Config(**sizes, position_embedding_type=positions))
+    with pytest.raises(ValueError, match=rf"7 tokens .*--max-position-embeddings 6{why}\. Shorten"):
         model(torch.zeros(1, 7, dtype=torch.int64))
 
 
