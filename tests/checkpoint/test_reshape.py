@@ -282,6 +282,9 @@ def test_the_tokenizer_is_exported_too(tmp_path, caplog):
     for name in ("vocab.json", "merges.txt"):
         assert (tmp_path / "theirs" / name).read_bytes() == (folder / name).read_bytes()
     assert json.loads((tmp_path / "theirs" / "config.json").read_text())["eos_token_id"] == tokenizer.eod
+    files = ["--tokenizer-files", str(folder / "vocab.json"), str(folder / "merges.txt")]
+    assert main(["export", "--to", "huggingface", str(tmp_path / "ours"), str(tmp_path / "with_files"), *files]) == 0
+    assert not caplog.messages
 
     path = make_sentencepiece(tmp_path / "a.model", model_type="char", hard_vocab_limit=False)
     of_characters = {**flags, "tokenizer_type": "SentencePieceTokenizer", "tokenizer_path": str(path)}
