@@ -16,7 +16,7 @@ from megazero.checkpoint.commands.ls import locate
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.training_state import cut_of
-from megazero.checkpoint.vocabulary import saved_tokenizer
+from megazero.checkpoint.vocabulary import saved_flags, saved_tokenizer
 from megazero.config import ParallelConfig
 from megazero.data.build import TOKENIZER_FLAGS
 from megazero.data.tokenizer import Tokenizer, build_tokenizer, refuse_other_vocabulary
@@ -104,7 +104,7 @@ def refuse_other_model(config: InferenceConfig, model: GPT2Config, path: Path) -
 
 def _tokenizer(config: InferenceConfig, client: dict[str, Any], path: Path) -> Tokenizer:
     """The training job's tokenizer, from the files that the flags name, or else from those in the checkpoint."""
-    saved: dict[str, Any] = client.get("tokenizer", {})
+    saved = saved_flags(client)
     given = {name: getattr(config, name) for name in TOKENIZER_FLAGS if getattr(config, name) is not None}
     if given.keys() - {"tokenizer_type"}:  # files go together
         tokenizer = build_tokenizer(**{"tokenizer_type": saved.get("tokenizer_type", "GPT2BPETokenizer"), **given})

@@ -389,6 +389,15 @@ def test_the_vocabulary_is_the_jobs_unless_flags_name_another_file(tmp_path, mon
         inference._tokenizer(InferenceConfig(load="DIR"), {"tokenizer": saved}, tmp_path)
 
 
+@pytest.mark.parametrize("client", [{}, {"tokenizer": "of a script"}])
+def test_a_checkpoint_that_says_nothing_of_its_vocabulary_takes_that_of_the_flags(tmp_path, client):
+    path = make_sentencepiece(tmp_path / "a.model")
+    config = InferenceConfig(load="DIR", tokenizer_type="SentencePieceTokenizer", tokenizer_path=str(path))
+    assert inference._tokenizer(config, client, tmp_path).contents == {"tokenizer.model": path.read_bytes()}
+    with pytest.raises(ValueError, match=f"{tmp_path} was not saved by the training job, so it does not say where its"):
+        inference._tokenizer(InferenceConfig(load="DIR"), client, tmp_path)
+
+
 def test_a_line_of_the_prompts_ends_where_the_files_line_ends(tmp_path):
     (tmp_path / "prompts").write_bytes("a form\x0cfeed\r\n\nand a\u2028separator\n".encode())
     prompts = SampleConfig(sample_input_file=str(tmp_path / "prompts")).prompts()

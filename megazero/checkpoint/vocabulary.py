@@ -20,6 +20,12 @@ def vocabulary_state(tokenizer: Tokenizer, flags: dict[str, Any]) -> dict[str, A
     return {"tokenizer": {**flags, "tokenizer_type": tokenizer.name}, "tokenizer_files": files}
 
 
+def saved_flags(client: dict[str, Any]) -> dict[str, Any]:
+    """By which the training job named its tokenizer; none of other checkpoints, where a script's own entry may be anything."""
+    saved = client.get("tokenizer")
+    return saved if isinstance(saved, dict) else {}
+
+
 def saved_files(client: dict[str, Any]) -> dict[str, bytes]:
     """What the files hold that a checkpoint has of its tokenizer, by name; none of older checkpoints, or of other systems."""
     return {name: content.tobytes() for name, content in client.get("tokenizer_files", {}).items()}
@@ -32,8 +38,8 @@ def saved_tokenizer(client: dict[str, Any], path: Path) -> Tokenizer:
         FileNotFoundError: the latter are no longer there.
         ValueError: the checkpoint does not say where its vocabulary is, or the files do not make such a tokenizer.
     """
-    saved, files = client.get("tokenizer"), saved_files(client)
-    if not isinstance(saved, dict):  # a script's own entry may be something else
+    saved, files = saved_flags(client), saved_files(client)
+    if not saved:
         raise ValueError(
             f"{path} was not saved by the training job, so it does not say where its vocabulary is. Give --vocab-file and "
             "--merge-file, or --tokenizer-path."

@@ -20,7 +20,7 @@ from torch import Tensor
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import LazyTensor, write_tensors
-from megazero.checkpoint.vocabulary import saved_tokenizer
+from megazero.checkpoint.vocabulary import saved_flags, saved_tokenizer
 from megazero.checkpoint.weight_files import shard_index, sharded
 from megazero.data.tokenizer import Tokenizer
 from megazero.data.tokenizer_export import huggingface_files
@@ -73,7 +73,7 @@ def export_huggingface(
 
 def _tokenizer(client: dict[str, Any], path: Path) -> tuple[Tokenizer | None, str]:
     """The training job's tokenizer; or None, and why it is not to be had."""
-    if not isinstance(client.get("tokenizer"), dict):  # a script's own entry may be something else
+    if not saved_flags(client):
         return None, "the checkpoint names none"
     try:
         tokenizer = saved_tokenizer(client, path)
