@@ -249,9 +249,9 @@ def share_buckets(plans: Sequence[BucketPlan], most_numel: int) -> list[BucketPl
         last_of[unit], room = last, room - numel
     together: dict[_Kind, list[BucketPlan]] = {}
     for plan in plans:
-        kind = _Kind._make(getattr(plan, name) for name in _Kind._fields)
-        place = last_of.get(plan.unit, ROOT) if plan.is_trainable else plan.unit
-        together.setdefault(kind._replace(unit=place), []).append(plan)
+        unit = last_of.get(plan.unit, ROOT) if plan.is_trainable else plan.unit
+        kind = _Kind(unit, plan.dtype, plan.is_trainable, plan.stays_whole, plan.has_matrices)
+        together.setdefault(kind, []).append(plan)
     return [_joined(several[::-1]) if len(several) > 1 else several[0] for several in together.values()]
 
 
