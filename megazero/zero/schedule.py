@@ -450,20 +450,13 @@ def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _names_by_unit(units: Sequence[nn.Module], buckets: Sequence[Bucket]) -> list[dict[Bucket, set[str]]]:
-    """For each unit, the names of its own parameters in each bucket that holds some of its parameters.
-
-    The bucket may hold other units' too. What several units share is none's own.
-    """
-    own = units_of_parameters(units)
-    place_of = {p: (bucket, name) for bucket in buckets for name, p in bucket.parameters.items()}
-    found: list[dict[Bucket, set[str]]] = []
-    for unit in units:
-        found.append({})
-        for parameter in unit.parameters():
-            bucket, name = place_of[parameter]
-            names = found[-1].setdefault(bucket, set())
-            if parameter in own:
-                names.add(name)
+    """For each unit, the names of its own parameters by bucket, which may hold other units' too."""
+    unit_of = units_of_parameters(units)
+    found: list[dict[Bucket, set[str]]] = [{} for _ in units]
+    for bucket in buckets:
+        for name, parameter in bucket.parameters.items():
+            if parameter in unit_of:
+                found[unit_of[parameter]].setdefault(bucket, set()).add(name)
     return found
 
 
