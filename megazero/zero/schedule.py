@@ -261,19 +261,17 @@ class Schedule:
             index: the unit that the module is, if the buckets are its own; None if it reads parameters that others own.
         """
 
-        inputs: list[tuple[Tensor, Node | None]] = []  # as `makers` before the module ran
-        was_allocated = False  # before the module ran
-        run: Run | None = None
+        # Before the module ran: its run, whether some of the buckets were whole or on their way, and the `makers` of its inputs.
+        before: tuple[Run | None, bool, list[tuple[Tensor, Node | None]]] = (None, False, [])
 
         def before_forward(_: nn.Module, args: Any, kwargs: Any) -> None:
-            nonlocal inputs, was_allocated, run
-            if index is not None:
-                run = self._runs.begin(index)
-            was_allocated = any(bucket.weights.is_allocated for bucket in buckets)
-            inputs = makers((args, kwargs))
+            nonlocal before
+            run = None if index is None else self._runs.begin(index)
+            before = run, any(bucket.weights.is_allocated for bucket in buckets), makers((args, kwargs))
             self._gather(buckets, index)
 
         def after_forward(_: nn.Module, __: Any, output: Any) -> Any:
+            run, was_allocated, inputs = before
             output = without_views(output, buckets)
             if index is not None and not in_backward() and self._stays(index):
                 self._staying.add(index)
@@ -288,8 +286,8 @@ class Schedule:
             return output
 
         def forget_inputs(*_: Any) -> None:  # and their graphs, which would otherwise outlive a failed forward
-            nonlocal inputs, run
-            inputs, run = [], None
+            nonlocal before
+            before = (None, False, [])
 
         self._handles.append(module.register_forward_pre_hook(Hook(before_forward), with_kwargs=True, prepend=True))
         self._handles.append(module.register_forward_hook(Hook(after_forward)))
