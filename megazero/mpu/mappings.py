@@ -1,7 +1,7 @@
-"""The ways in which a tensor enters or leaves the model-parallel region (Megatron-LM, arXiv:1909.08053, fig. 3).
+"""The ways in which a tensor enters or leaves the model-parallel region (Megatron-LM, arXiv:1909.08053, sec. 3, fig. 3).
 
-    copy     identity            / all-reduce        every rank uses x whole; their gradients for it add up
-    reduce   all-reduce          / identity          every rank has a partial sum
+    copy     identity            / all-reduce        f of the paper: every rank uses x whole; their gradients for it add up
+    reduce   all-reduce          / identity          g of the paper: every rank has a partial sum
     scatter  own slice           / all-gather        of the last dimension
     gather   all-gather          / own slice         of the last dimension
 
