@@ -57,6 +57,7 @@ class Channel:
         rank, size: this rank's place in its set, and the number of ranks in a set.
         set_rank, num_sets: which set this is, and the number of sets.
         timeout_s: seconds without progress after which a collective or `meet` fails: the group's.
+        traffic: what this rank has sent since `reset_traffic`, by kind: "all_reduce", "reduce_scatter", "all_gather".
         timers: receive how long results are waited for, as "allreduce" those of reductions, as "allgather" those of gathers; None
             by default.
     """
