@@ -102,8 +102,8 @@ class ReleasedParameter(nn.Parameter):
     @property
     def ds_status(self) -> ZeroParamStatus:
         """NOT_AVAILABLE, or INFLIGHT while its bucket is being gathered."""
-        is_on_its_way = _place(self)[0].weights.is_gathering
-        return ZeroParamStatus.INFLIGHT if is_on_its_way else ZeroParamStatus.NOT_AVAILABLE
+        is_coming = _place(self)[0].weights.is_coming
+        return ZeroParamStatus.INFLIGHT if is_coming else ZeroParamStatus.NOT_AVAILABLE
 
     @property
     def ds_persist(self) -> bool:

@@ -69,14 +69,14 @@ class Weights:
     # ---- whole or not
 
     @property
-    def is_gathering(self) -> bool:
+    def is_coming(self) -> bool:
         """Whether other ranks' values are on their way: in a gather, or in the exchange after an update."""
         return self._coming is not None
 
     @property
     def is_allocated(self) -> bool:
         """Whether the memory of the whole P is allocated: P is gathered, or on its way."""
-        return self.is_gathered or self.is_gathering
+        return self.is_gathered or self.is_coming
 
     def gather(self) -> None:
         """Starts to make P whole on this rank; `wait_gathered` finishes. Does nothing if P is whole or on its way already."""
@@ -92,7 +92,7 @@ class Weights:
 
         Not for a gather of a forward, which may save a parameter on its way, as torch's checkpoint does with its arguments.
         """
-        if self.is_sharded and self.is_gathering:
+        if self.is_sharded and self.is_coming:
             self._set_versions([version + ON_THE_WAY for version in self._versions])
 
     def graph_end(self, segment: Segment) -> Node:

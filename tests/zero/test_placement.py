@@ -73,7 +73,7 @@ def watched(engine, batches) -> tuple[dict, list[int], int]:
     for bucket in units:
 
         def gather(bucket=bucket, original=bucket.weights.gather):
-            is_new = not (bucket.weights.is_gathered or bucket.weights.is_gathering)
+            is_new = not bucket.weights.is_allocated
             original()
             gathers[-1] += is_new
             most[0] = max(most[0], sum(b.weights.flat.nbytes for b in units if b.weights.is_allocated))

@@ -67,9 +67,7 @@ def check_what_is_gathered(overlap: bool) -> None:
     seen: list[tuple[str, list[str]]] = []
 
     def look(what: str) -> None:
-        names = [
-            name for name, b in buckets.items() if name != "root" and (b.weights.is_gathered or b.weights.is_gathering)
-        ]
+        names = [name for name, b in buckets.items() if name != "root" and b.weights.is_allocated]
         seen.append((what, sorted(names)))
 
     for index, block in enumerate(engine.module.blocks):

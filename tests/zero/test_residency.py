@@ -64,7 +64,7 @@ def gathers_case(options: dict, model: type[Wide]) -> tuple[int, int, int]:
     for bucket in engine.schedule._sharded:
 
         def gather(bucket=bucket, original=bucket.weights.gather):
-            is_new = not (bucket.weights.is_gathered or bucket.weights.is_gathering)
+            is_new = not bucket.weights.is_allocated
             original()
             counted[0] += is_new
             counted[1] += is_new * bucket.layout.numel
