@@ -1,4 +1,7 @@
-"""The runs of a step's units, and what tells that the backward of each is over.
+"""The runs of a step's units, and what tells that the backward of each is over. Skip it at first.
+
+Where every parameter of a unit is trained and used, the unit's gradients tell as much. This file is for other units, at stages 2
+and 3: with unused or frozen parameters, or under a reentrant checkpoint.
 
     the inputs of a run                    its backward is over
     made by nodes                          when the first of them has its gradient; those that several units get (a conditioning,

@@ -206,6 +206,7 @@ class Schedule:
     # ---- gradients
 
     def _take_gradient(self, bucket: Bucket, segment: Segment) -> None:
+        """A `.grad` has come: it goes through `Reductions.take`, `Bucket.accumulate` and `Gradient.accumulate` into G."""
         self.reductions.take(bucket, segment)
         if not self.reductions.missing(bucket):
             self.reductions.reduce_ready()
