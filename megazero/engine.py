@@ -313,8 +313,8 @@ class Engine:
         self._optimizer.refuse_torn()
         for bucket in self.buckets:
             bucket.adopt_written()
-        later = 0 < self.zero.delayed_param_update <= self.global_steps
-        self._grad_norm = self.schedule.waiting.until(partial(self._optimizer.update, later), "engine.step()")
+        delayed = 0 < self.zero.delayed_param_update <= self.global_steps
+        self._grad_norm = self.schedule.waiting.until(partial(self._optimizer.update, delayed), "engine.step()")
         if self.placement is not None:
             self.placement.follow()
         self._count_step(is_skipped=self._optimizer.overflow)

@@ -98,7 +98,7 @@ class Bucket:
         # Set by the engine that owns the bucket: the schedule whose hooks act on it, and the optimizer that steps it.
         self.schedule: Schedule | None = None
         self.optimizer: BucketOptimizer | None = None
-        # An update of it goes on in the background: a delayed one, or one whose weights the next forward computes with.
+        # An update of it goes on in the background: a `DelayedUpdate`, or an `OverlappedUpdate`.
         self.is_delayed = self.is_updating = False
         self.states: dict[str, Vector] = {}
         self._gradient: Gradient | None = None

@@ -123,7 +123,7 @@ class BucketOptimizer(SlicedOptimizer):
             self.attributes["on_any_device"] = True  # a part of O may stay on the device, or come to it
         is_fused = all(group.get("fused") for group in self.param_groups)
         self.scales_itself = type(self.torch_optimizer) in TORCH_ADAMS and is_fused
-        self.refuse_unfit_updates(later=zero.delays_update)
+        self.refuse_unfit_updates(delayed=zero.delays_update)
 
     if not TYPE_CHECKING:  # a type checker would accept every misspelled name
 
@@ -155,23 +155,23 @@ class BucketOptimizer(SlicedOptimizer):
             "engine.step() after every engine.backward(loss)."
         )
 
-    def update(self, later: bool = False) -> float:
+    def update(self, delayed: bool = False) -> float:
         """Makes one update from the reduced gradients. Returns the global gradient norm, unscaled and before clipping.
 
         If the norm is not finite (`overflow`), weights and optimizer state are left untouched. Call `finish` and `refuse_torn`
         before.
 
         Args:
-            later: the update runs in the background; the model gets its weights at the next `finish`.
+            delayed: the update runs in the background; the model gets its weights at the next `finish`.
 
         Raises:
             ValueError: as in `refuse_unfit_updates`, if hooks or settings have changed since.
         """
-        self.refuse_unfit_updates(later)
+        self.refuse_unfit_updates(delayed)
         norm = self.grad_norm()
         self.overflow = not math.isfinite(norm)
         if not self.overflow:
-            late = [] if self._is_first else self._late
+            overlapped = [] if self._is_first else self._overlapped
             if self._is_first:
                 # Moments are made, and stay: torch would cut up the blocks that activations come back for.
                 torch.cuda.empty_cache()
@@ -179,11 +179,11 @@ class BucketOptimizer(SlicedOptimizer):
             clip = min(1.0, self.clip_grad / (norm + 1e-6)) if self.clip_grad > 0 else 1.0
             factor = clip / self.cur_scale
             self.is_torn = True
-            if later:
+            if delayed:
                 self._pending = DelayedUpdate(self, self._trained, factor)
             else:
-                self._run(factor, [bucket for bucket in self._trained if bucket not in late])
-                self._pending = OverlappedUpdate(self, late, factor, self._stream) if late else None
+                self._run(factor, [bucket for bucket in self._trained if bucket not in overlapped])
+                self._pending = OverlappedUpdate(self, overlapped, factor, self._stream) if overlapped else None
             self.is_torn = False
         where = self._first_not_finite() if self.overflow else ""
         self.zero_grad()
@@ -204,15 +204,15 @@ class BucketOptimizer(SlicedOptimizer):
                 "are old. Load a checkpoint before training goes on, or anything is saved."
             )
 
-    def refuse_unfit_updates(self, later: bool) -> None:
-        """Raises if the torch optimizer cannot update states that rest in a file, or (`later`) run in the background."""
+    def refuse_unfit_updates(self, delayed: bool) -> None:
+        """Raises if the torch optimizer cannot update states that rest in a file, or (`delayed`) run in the background."""
         kind = type(self.torch_optimizer).__name__
         if not self.steps_apart and any(bucket.is_swapped for bucket in self._trained):
             raise ValueError(
                 f"{kind} with states on NVMe would need all of them in memory at a time: its step() cannot be called for a "
                 "part of them, or has hooks. Use torch.optim.AdamW or CPUAdam, without hooks."
             )
-        if later and self.adam_apart is None:
+        if delayed and self.adam_apart is None:
             raise ValueError(
                 f"--delayed-param-update needs Adam or AdamW (fused), without hooks, on the host, got {kind}: the update runs in "
                 "the background, beside a schedule that changes learning rates."
@@ -270,7 +270,7 @@ class BucketOptimizer(SlicedOptimizer):
         return settings if self.steps_apart and len(settings) == len(found) else None
 
     @property
-    def _late(self) -> list[Bucket]:
+    def _overlapped(self) -> list[Bucket]:
         """The buckets whose update goes on during the next forward, in the order in which that needs them.
 
         Empty if the host would compute both from its own memory: they would only compete. Whole parameters have to be allowed to

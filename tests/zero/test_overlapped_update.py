@@ -326,7 +326,7 @@ def interrupted_case(path: str) -> None:
             got = [step(engine, batch) for batch in batches[:1]]
             with pytest.MonkeyPatch.context() as patch:
                 gate = Gate(patch)
-                if whole := sum(len(b.tiles) for b in engine.buckets if b not in engine.optimizer._late):
+                if whole := sum(len(b.tiles) for b in engine.buckets if b not in engine.optimizer._overlapped):
                     gate.passes.release(whole)
                 got.append(step(engine, batches[1]))
                 interrupt = threading.Thread(target=interrupt_finish, daemon=True)
