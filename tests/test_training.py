@@ -1085,7 +1085,7 @@ def test_of_thousands_of_ranks_whose_loss_is_not_finite_a_few_are_named(one_rank
     monkeypatch.setattr(comm, "all_gathered_objects", lambda mine: [mine] * 4096)
     groups = SimpleNamespace(data_parallel_rank=3, data_parallel_size=4096)
     engine = SimpleNamespace(was_step_applied=lambda: False)
-    job = SimpleNamespace(groups=groups, global_batch_size=8192, consumed_samples=0, iteration=0, engine=engine)
+    job = SimpleNamespace(groups=groups, global_batch_size=8192, consumed_in_phase=0, iteration=0, engine=engine)
     named = r"\((rank 0: loss nan, samples 6 to 7 of the shuffled training data(, )?){8} and 4088 more\)\. The weights"
     with pytest.raises(FloatingPointError, match=named):
         _raise_not_finite(job, torch.tensor(math.nan))
