@@ -167,26 +167,26 @@ def test_own_samples_come_once_an_epoch_in_orders_that_no_length_of_the_run_chan
     assert [short[i] for i in range(len(short))] == [*epochs[0], *epochs[1][:2]]
 
 
-def job_of_own_samples(eval_iters):
+def job_of_own_samples(eval_samples):
     return SimpleNamespace(
-        config=SimpleNamespace(training=SimpleNamespace(eval_iters=eval_iters, seed=1), eval_batch_size=2),
-        groups=SimpleNamespace(data_parallel_size=3),
-        train_samples=5,
+        config=SimpleNamespace(training=SimpleNamespace(seed=1)),
+        phase_samples=5,
+        eval_samples=eval_samples,
         corpora=["0-8 of another"],
         shuffled_epochs=[[1]],
     )
 
 
 def test_no_sample_of_ones_own_is_refused_and_a_checkpoints_corpora_are_forgotten(one_rank):
-    job = job_of_own_samples(1)
+    job = job_of_own_samples(6)
     with pytest.raises(ValueError, match="make_datasets returned no sample: code"):
         own_datasets(job, ["a"], {"web": ["b"], "code": []})
     assert job.corpora is job.shuffled_epochs is None
 
 
-@pytest.mark.parametrize(("eval_iters", "numbers"), [(4, {"web": 24}), (0, {})])
-def test_own_samples_are_as_many_as_the_job_takes_and_none_without_evaluations(one_rank, eval_iters, numbers):
-    train, valid, test = own_datasets(job_of_own_samples(eval_iters), ["a"], {"web": ["b"]})
+@pytest.mark.parametrize(("eval_samples", "numbers"), [(24, {"web": 24}), (0, {})])
+def test_own_samples_are_as_many_as_the_job_takes_and_none_without_evaluations(one_rank, eval_samples, numbers):
+    train, valid, test = own_datasets(job_of_own_samples(eval_samples), ["a"], {"web": ["b"]})
     assert (len(train), {name: len(samples) for name, samples in valid.items()}, test) == (5, numbers, {})
 
 
