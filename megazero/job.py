@@ -68,6 +68,7 @@ class Job:
     consumed_samples: int = 0
     phase: tuple[int, int] = (0, 0)  # iteration, and consumed samples, after which the present phase of the data begins
     first_loss: float | None = None
+    lr: float = 0.0  # of the last update, in the first parameter group
     corpora: list[str] | None = None  # fingerprints of the training data; initially the checkpoint's
     shuffled_epochs: list[list[int]] | None = None  # of each corpus, as its dataset says; initially the checkpoint's
     is_cut: bool = False  # by a signal or a time limit, as all ranks agree: something is left to do

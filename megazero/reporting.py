@@ -221,7 +221,7 @@ def log_step(
         iteration=job.iteration,
         train_iters=flags.train_iters,
         step_s=step_s,
-        lr=engine.get_lr()[0],
+        lr=job.lr,
         loss=sum(losses) / steps,
         loss_max=max(losses),
         loss_scale=engine.loss_scale(),

@@ -258,6 +258,7 @@ def train_step(job: Job, iterator: Iterator | None) -> tuple[float | None, str |
         if engine.is_gradient_accumulation_boundary():
             if job.before_update is not None:
                 job.before_update(job)
+            job.lr = engine.get_lr()[0]  # after the update, the schedule has set the next one's
             job.grad_norms = engine.grad_norms() if job.config.training.logs_grad_norms_of(job.iteration + 1) else {}
             report = _tell_others(total, job.stop)
         with timers("optimizer"):

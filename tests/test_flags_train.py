@@ -49,6 +49,7 @@ def train(corpus: list[str], save: Path, ranks: int, *more: str) -> Learned:
     done = run_job([*MODEL, *FLAGS, *corpus, "--save", str(save), *more], ranks)
     assert done.returncode == 0, done.stdout
     lines = logged(save)
+    assert [line["lr"] for line in lines] == pytest.approx([plain_rate(step) for step in range(len(lines))])
     weights = get_fp32_state_dict_from_zero_checkpoint(save)
     return [line["loss"] for line in lines], [line["grad_norm"] for line in lines], dict(weights)
 

@@ -617,6 +617,8 @@ def test_the_pages_hooks_name_the_layer_that_made_the_nan(corpus, tmp_path, more
 @pytest.mark.parametrize(("stage", "own_optimizer"), [("0", False), ("2", True), ("3", False)])
 def test_the_pages_script_logs_each_gradients_norm_and_ends_when_it_says(corpus, tmp_path, stage, own_optimizer):
     code, lion, _ = pages_programs()
+    rate = 'job.engine.optimizer.param_groups[0]["lr"] = (job.iteration + 1) / 1000'
+    code = code.replace("before_update(job):", f"before_update(job):\n    {rate}")
     if own_optimizer:
         given = re.search(r"`pretrain\(\.\.\., (make_optimizer=.*)\)`", PAGE.read_text())[1]
         code = lion + code.replace("before_update=before_update", f"before_update=before_update, {given}")
@@ -629,6 +631,7 @@ def test_the_pages_script_logs_each_gradients_norm_and_ends_when_it_says(corpus,
     lines = [line for line in logged(tmp_path / "a") if line["section"] == "train"]
     assert [line["iteration"] for line in lines] == [1, 2, 3]
     for line in lines:
+        assert line["lr"] == line["iteration"] / 1000
         norms = [value for name, value in line.items() if name.startswith("grad_norm/")]
         assert math.hypot(*norms) == pytest.approx(line["grad_norm"], rel=1e-4) and line["grad_norm"] > 0
         assert max(norms) == line["largest_grad_norm"]

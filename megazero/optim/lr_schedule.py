@@ -25,8 +25,8 @@ class LRScheduleConfig:
     lr_decay_style: str = option(
         "linear",
         "shape of the decay; linear and cosine begin behind the warm-up and end as much later than --lr-decay-iters; WSD "
-        "(warm-up, stable, decay) ends there",
-        choices=("constant", "linear", "cosine", "WSD"),
+        "(warm-up, stable, decay) ends there; inverse-square-root has no end",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
     lr_wsd_decay_iters: int | None = option(
         None,
@@ -78,15 +78,16 @@ class LRScheduleConfig:
 
 
 class AnnealingLR(LRSchedule):
-    """Sets the learning rate of every parameter group: linear warm-up, then constant, linear or cosine decay, or WSD.
+    """Sets the learning rate of every parameter group: linear warm-up, then a decay of one of the styles.
 
     A group's `lr_mult` is a factor on its rate, as in Megatron-LM.
 
     With n steps taken, w warm-up iterations and e decay iterations (Megatron-LM v0; note that e is not shortened by w):
 
-        n <= w   lr * n / w
-        linear   lr * (e - (n - w)) / e
-        cosine   lr / 2 * (cos(pi * (n - w) / e) + 1)
+        n <= w                lr * n / w
+        linear                lr * (e - (n - w)) / e
+        cosine                lr / 2 * (cos(pi * (n - w) / e) + 1)
+        inverse-square-root   lr * sqrt(max(w, 1) / n), of later releases, but without their drop to min_lr behind e
 
     WSD (warm-up, stable, decay; arXiv:2404.06395) as in Megatron-LM counts e from the run's start. With d iterations of decay and
     x = (n - (e - d)) / d, the part of them that is done:
@@ -116,6 +117,7 @@ class AnnealingLR(LRSchedule):
             "constant": lr,
             "linear": lr * (self.decay_iters - done) / self.decay_iters,
             "cosine": lr / 2 * (math.cos(math.pi * done / self.decay_iters) + 1),
+            "inverse-square-root": lr * math.sqrt(max(self.warmup_iters, 1) / max(num_steps, 1)),
         }
         return max(rates[style], self.config.min_lr)
 

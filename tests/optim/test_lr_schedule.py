@@ -67,10 +67,20 @@ def test_linear_and_cosine_decay_divide_by_the_whole_decay_length():
     )
 
 
-@pytest.mark.parametrize("style", sorted(set(FIELDS["lr_decay_style"].metadata["choices"]) - {"constant", "WSD"}))
+@pytest.mark.parametrize(
+    "style", sorted(set(FIELDS["lr_decay_style"].metadata["choices"]) - {"constant", "inverse-square-root", "WSD"})
+)
 def test_decay_ends_at_the_minimum_and_stays(style):
     got = rates(schedule(warmup=0.0, lr_decay_style=style, lr_decay_iters=10, min_lr=0.125), 40)
     assert min(got) == 0.125 and got[-1] == 0.125
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_inverse_square_root_begins_at_the_peak_behind_the_warmup_as_in_megatron_lm(warmup):
+    got = rates(schedule(lr_warmup_iters=warmup, lr_decay_style="inverse-square-root", min_lr=0.125), 401)
+    assert got[:warmup] == [n / 4 for n in range(warmup)]
+    want = [max(max(warmup, 1) ** 0.5 * max(n, 1) ** -0.5, 0.125) for n in range(warmup, 401)]
+    assert got[warmup:] == pytest.approx(want) and got[warmup] == 1.0 and got[400] == 0.125
 
 
 def test_constant_style_stays_after_warmup():

@@ -131,7 +131,7 @@ def test_bad_optimizers_are_refused_before_there_are_parameters(name, params, me
         (
             LRScheduleConfig,
             "lr_decay_style",
-            "--lr-decay-style must be one of constant, linear, cosine, WSD, got 'none'",
+            "--lr-decay-style must be one of constant, linear, cosine, inverse-square-root, WSD, got 'none'",
         ),
         (LRScheduleConfig, "lr_wsd_decay_style", "--lr-wsd-decay-style must be one of .*, minus_sqrt, got 'none'"),
     ],
