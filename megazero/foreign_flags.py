@@ -197,7 +197,7 @@ REFUSED = {
     "--tokenizer-model": "use --tokenizer-path",
     "--skip-train": "use evaluate_gpt2.py",
     "--non-persistent-save-interval": "use --save-interval with --keep-last, and --keep-every for those that stay",
-    "--ckpt-step": "a command goes back to an earlier checkpoint: python -m megazero.checkpoint rewind",
+    "--ckpt-step": "name the checkpoint itself: --load DIR/global_stepN",
     "--use-checkpoint-args": "give the flags that the checkpoint was trained with; what does not fit its weights is refused",
     "--use-checkpoint-lr-scheduler": "the learning-rate schedule is that of the flags",
     "--use-checkpoint-opt_param-scheduler": "the learning-rate schedule is that of the flags",

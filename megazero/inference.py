@@ -12,9 +12,9 @@ import torch
 
 from megazero import comm, mpu
 from megazero.backends import leave_out_cudnn_attention, round_fp32_products, say_what_is_idle
-from megazero.checkpoint.commands.ls import locate
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.tags import named
 from megazero.checkpoint.training_state import cut_of
 from megazero.checkpoint.vocabulary import saved_flags, saved_tokenizer
 from megazero.config import ParallelConfig
@@ -80,8 +80,7 @@ def open_checkpoint(config: InferenceConfig) -> Trained:
         ValueError: the checkpoint is damaged or not of a GPT2Model, or the vocabulary is not the one it was trained with.
     """
     assert config.load is not None
-    is_one = Path(config.load, "index.json").is_file()
-    reader = Reader(*(locate(config.load, config.tag) if is_one else (config.load, config.tag)))
+    reader = Reader(*named(config.load, config.tag))
     client = client_state(reader)
     model = GPT2Config.of_saved(client, reader.path).for_inference()
     model.refuse_other_names(reader.tensors, reader.path)

@@ -54,7 +54,7 @@ def refuse_to_replace(flags: CheckpointConfig) -> None:
     """Raises if --save holds checkpoints that this run does not continue.
 
     Raises:
-        ValueError: this run would replace another run's checkpoints once it reaches their iterations.
+        ValueError: this run would replace another run's checkpoints, or newer ones of its own, once it reaches their iterations.
     """
     tags = list_tags(flags.save) if flags.save else []
     if tags and (flags.finetune or not flags.is_saved_where_loaded):
@@ -63,11 +63,18 @@ def refuse_to_replace(flags: CheckpointConfig) -> None:
             f"--save {flags.save} holds the checkpoints of another run (the newest is {tags[-1]}), and this one, which does not "
             f"continue it, would replace them. To continue it, give {how}; else another --save."
         )
+    one = flags.loaded[1] if tags else None
+    if one is not None and one != (newest := latest_tag(flags.loaded[0]) or tags[-1]):
+        raise ValueError(
+            f"--save {flags.save} holds checkpoints that a run from {one} would replace (the newest is {newest}). To continue "
+            f"it, give --load {flags.save}; else another --save. To go back to {one} for good, first run `python -m "
+            f"megazero.checkpoint rewind {flags.save} --tag {one}`."
+        )
 
 
 def sees_something_to_load(flags: CheckpointConfig) -> bool:
     """Whether this process sees checkpoints in --load."""
-    return bool(flags.load and list_tags(flags.load))
+    return bool(flags.load and list_tags(flags.loaded[0]))
 
 
 def has_something_to_load(flags: CheckpointConfig) -> bool:
@@ -82,13 +89,13 @@ def job_tokenizer(config: Config) -> Tokenizer:
         CheckpointError: the checkpoint is damaged, and `load` will not go back to another.
         Exception: as of `build_tokenizer`.
     """
-    data, load = config.data, config.checkpoint.load
-    if load and not (data.vocab_file or data.merge_file or data.tokenizer_path):
-        fallback = _falls_back(config.checkpoint)
+    data, flags = config.data, config.checkpoint
+    if flags.load and not (data.vocab_file or data.merge_file or data.tokenizer_path):
+        (directory, tag), fallback = flags.loaded, _falls_back(flags)
         # Those that `load` may go back to are of one run, and have the same.
-        for tag in tags_to_go_back_to(load) if fallback else [latest_tag(load)]:
+        for each in tags_to_go_back_to(directory) if fallback else [tag or latest_tag(directory)]:
             try:
-                tokenizer = None if tag is None else _tokenizer_in(load, tag)
+                tokenizer = None if each is None else _tokenizer_in(directory, each)
             except (CheckpointError, FileNotFoundError):
                 if not fallback:
                     raise
@@ -98,7 +105,7 @@ def job_tokenizer(config: Config) -> Tokenizer:
     return build_tokenizer_from(data)
 
 
-def _tokenizer_in(directory: str, tag: str) -> Tokenizer | None:
+def _tokenizer_in(directory: Path, tag: str) -> Tokenizer | None:
     """The tokenizer whose files a checkpoint has; None if it has none."""
     # The ranks that load it ask for its other files.
     reader = Reader(directory, tag, read_index(checkpoint_path(directory, tag)))
@@ -120,14 +127,15 @@ def load(job: Job, is_expected: bool = False) -> None:
     flags = job.config.checkpoint
     if not flags.load:
         return
-    tag = newest_tag(flags.load, _falls_back(flags))
+    directory, tag = flags.loaded
+    tag = newest_tag(directory, _falls_back(flags), tag)
     if tag is None:
-        _start_from_scratch(flags, Path(flags.load))
+        _start_from_scratch(flags, directory)
         if is_expected:
             raise FileNotFoundError(f"--load {flags.load}: the checkpoints have disappeared since this job started.")
         return
     path, client = job.engine.load_checkpoint(
-        flags.load,
+        str(directory),
         tag,
         load_optimizer_states=not flags.no_load_optim,
         load_rng=not flags.no_load_rng,
@@ -252,18 +260,14 @@ def _fingerprints(corpora: list[str]) -> list[str]:
 
 def _falls_back(flags: CheckpointConfig) -> bool:
     """Whether another checkpoint will do than `latest` names; also where a job has died between its first one and `latest`."""
-    assert flags.load is not None
-    return flags.load_fallback or (not Path(flags.load, "latest").exists() and len(list_tags(flags.load)) == 1)
+    directory, _ = flags.loaded
+    return flags.load_fallback or (not (directory / "latest").exists() and len(list_tags(directory)) == 1)
 
 
 def _start_from_scratch(flags: CheckpointConfig, path: Path) -> None:
     """Logs that --load leads to no checkpoint; or raises, if that looks like a mistake, which would cost hours."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"--load {flags.load} is a file: name the directory that a job saves in.")
-    if (path / "index.json").is_file():
-        raise ValueError(
-            f"--load {flags.load} is one checkpoint: name the directory above it, {path.absolute().parent}."
-        )
     if list_tags(path):
         raise ValueError(
             f"--load {flags.load} has no file `latest`. In it there {listed(path)}. Choose one by "

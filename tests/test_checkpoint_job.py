@@ -32,7 +32,7 @@ from megazero.checkpoint.reader import Reader
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference import load_model
-from megazero.job_checkpoints import refuse_unwritable
+from megazero.job_checkpoints import refuse_to_replace, refuse_unwritable
 from megazero.model.config import GPT2Config
 from megazero.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.checkpoints import flip
@@ -255,7 +255,24 @@ def test_a_rank_that_is_killed_in_the_last_save_is_not_waited_for_by_one_more(co
     assert (save / "latest").read_text() == "global_step8"
 
 
-@pytest.mark.parametrize("load", [[], ["--load", "elsewhere"], ["--load", "{save}", "--finetune"]])
+def test_a_run_branches_from_one_checkpoint_and_goes_on_as_the_run_did(corpus, whole, tmp_path):
+    one = ["--load", f"{whole}/global_step8/", "--zero-stage", "2"]
+    done = run_job([*FLAGS, *corpus, *one, "--save", str(tmp_path)], 2)
+    assert done.returncode == 0 and f"loaded {whole}/global_step8: continuing after iteration 8," in done.stdout, (
+        done.stdout
+    )
+    assert files(tmp_path) == files(whole)
+    again = run_job([*FLAGS, *corpus, *one, "--save", str(tmp_path)], 2)  # as a job that is started again
+    assert again.returncode == 1 and f"To continue it, give --load {tmp_path}; else another" in again.stdout, (
+        again.stdout
+    )
+    refuse_to_replace(CheckpointConfig(load=f"{whole}/global_step12", save=str(whole)))  # the newest
+
+
+@pytest.mark.parametrize(
+    "load",
+    [[], ["--load", "elsewhere"], ["--load", "{save}", "--finetune"], ["--load", "{save}/global_step8"]],
+)
 def test_a_run_that_does_not_continue_what_save_holds_is_refused_and_replaces_nothing(corpus, whole, load):
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
     done = run_job([*FLAGS, *corpus, "--save", str(whole), *(flag.format(save=whole) for flag in load)], 1)
@@ -357,12 +374,13 @@ def test_a_second_job_on_the_directory_is_refused_before_it_trains(corpus, tmp_p
     assert not (tmp_path / "latest").exists()
 
 
-def test_a_load_that_points_beside_the_checkpoints_is_no_new_run(corpus, whole, tmp_path, monkeypatch):
+def test_a_load_that_points_beside_the_checkpoints_is_no_new_run(corpus, whole, tmp_path):
     (tmp_path / "config.json").touch()  # as Hugging Face's models have one
-    monkeypatch.chdir(whole / "global_step12")
     for wrong, words in (
-        (".", f"is one checkpoint: name the directory above it, {whole}."),
-        (whole / "global_step12", "is one checkpoint: name the directory above it"),
+        (
+            whole / "global_step9",
+            f"no such checkpoint. In {whole} there are global_step12, global_step8, global_step4.",
+        ),
         (whole / "latest", "is a file"),
         ("/dev/null", "is a file"),
         (tmp_path, "holds other files, but no checkpoint of this job"),

@@ -1066,7 +1066,7 @@ def test_finetune_takes_the_weights_and_starts_over(corpus, tmp_path):
         "--log-interval",
         "1",
         "--load",
-        str(tmp_path / "a"),
+        str(tmp_path / "a" / "global_step5"),  # as good as the directory above it
         "--finetune",
     ]
     done = run_job([*command, "--save", str(tmp_path / "b")], 1)

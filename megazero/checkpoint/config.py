@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megazero.checkpoint.tags import listed, named, step_of
 from megazero.option import check_options, option
 
 
@@ -14,7 +15,9 @@ class CheckpointConfig:
 
     save: str | None = option(None, "directory to save checkpoints in", per_host=True)
     load: str | None = option(
-        None, "directory to continue from; a missing or empty one starts from scratch", per_host=True
+        None,
+        "directory to continue from, or one checkpoint in it; a missing or empty one starts from scratch",
+        per_host=True,
     )
     save_interval: int = option(5000, "iterations between checkpoints", at_least=1)
     keep_last: int = option(0, "keep only this many newest checkpoints; 0 keeps all", at_least=0)
@@ -46,8 +49,22 @@ class CheckpointConfig:
             raise ValueError("--finetune takes the weights of a checkpoint: name its directory by --load, or drop it.")
 
     @property
+    def loaded(self) -> tuple[Path, str | None]:
+        """The directory that --load names, and the tag where it names one checkpoint in it.
+
+        Raises:
+            ValueError: it has the name of one, and there is none.
+        """
+        assert self.load is not None
+        directory, tag = named(self.load)
+        if tag is None and step_of(directory.name) >= 0:
+            there = listed(directory.parent)
+            raise ValueError(f"--load {self.load}: there is no such checkpoint. In {directory.parent} there {there}.")
+        return directory, tag
+
+    @property
     def is_saved_where_loaded(self) -> bool:
-        """Whether --load and --save name the same directory, as where a job that was stopped is started again."""
+        """Whether --save is the directory of --load, as where a job that was stopped is started again."""
         if not self.load or not self.save:
             return False
-        return Path(self.load).resolve() == Path(self.save).resolve()
+        return self.loaded[0].resolve() == Path(self.save).resolve()

@@ -77,15 +77,15 @@ def _of_first_rank(action: Callable[[], Any]) -> Any:
     return told
 
 
-def newest_tag(directory: str | Path, fallback: bool) -> str | None:
-    """What `latest` names; with `fallback`, where it names nothing, the newest checkpoint that is there. Collective.
+def newest_tag(directory: str | Path, fallback: bool, tag: str | None = None) -> str | None:
+    """`tag`, else what `latest` names; with `fallback`, if it names nothing, the newest checkpoint that is there. Collective.
 
     That is what the first rank sees: other nodes of a network file system may see a new `latest` later.
 
     Raises:
         CheckpointError: it holds something else, and there is no fallback.
     """
-    return _of_first_rank(lambda: _newest_tag(directory, fallback))
+    return _of_first_rank(lambda: _newest_tag(directory, fallback) if tag is None else tag)
 
 
 def _newest_tag(directory: str | Path, fallback: bool) -> str | None:

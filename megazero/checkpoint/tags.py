@@ -95,6 +95,20 @@ def checkpoint_path(directory: str | Path, tag: str) -> Path:
     return replaced if replaced.exists() and not (path / "index.json").exists() else path
 
 
+def named(path: str | Path, tag: str | None = None) -> tuple[Path, str | None]:
+    """The directory and the tag that `path` and `tag` name, where `path` may be a checkpoint itself.
+
+    Raises:
+        ValueError: it is, and there is a `tag`, too.
+    """
+    if not Path(path, "index.json").is_file():
+        return Path(path), tag
+    path = Path(path).resolve()
+    if tag is not None:
+        raise ValueError(f"{path} is a checkpoint itself: drop --tag {tag}, or give the directory above it.")
+    return path.parent, path.name
+
+
 def list_tags(directory: str | Path) -> list[str]:
     """Tags of the checkpoints in `directory`, in the order in which they were written.
 

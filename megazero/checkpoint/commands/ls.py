@@ -13,7 +13,7 @@ from typing import Any
 from megazero.checkpoint.format import CheckpointError, dtype_code
 from megazero.checkpoint.plain import MARK
 from megazero.checkpoint.reader import Reader
-from megazero.checkpoint.tags import checkpoint_path, latest_tag, list_tags
+from megazero.checkpoint.tags import checkpoint_path, latest_tag, list_tags, named
 from megazero.logging import table
 from megazero.zero.memory import size
 
@@ -32,10 +32,7 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
     path = Path(path).resolve()
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no directory: name one that a job saves in, or a checkpoint in it.")
-    if (path / "index.json").is_file():
-        if tag is not None:
-            raise ValueError(f"{path} is a checkpoint itself: drop --tag {tag}, or give the directory above it.")
-        return path.parent, path.name
+    path, tag = named(path, tag)
     wanted, there = latest_tag(path) if tag is None else tag, list_tags(path)
     if wanted is not None and wanted in there:
         return path, wanted
