@@ -12,6 +12,7 @@ import torch
 
 from megazero import comm, mpu
 from megazero.backends import leave_out_cudnn_attention, round_fp32_products, say_what_is_idle
+from megazero.checkpoint.own_model import gpt2_of
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tags import named
@@ -82,8 +83,7 @@ def open_checkpoint(config: InferenceConfig) -> Trained:
     assert config.load is not None
     reader = Reader(*named(config.load, config.tag))
     client = client_state(reader)
-    model = GPT2Config.of_saved(client, reader.path).for_inference()
-    model.refuse_other_names(reader.tensors, reader.path)
+    model = gpt2_of(reader, client).for_inference()
     tokenizer = _tokenizer(config, client, reader.path)
     model.check_parallel(config.model_parallel_size)
     refuse_other_model(config, model, reader.path)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero import activation_checkpointing, comm, mpu
+from megazero.checkpoint.own_model import name_of
 from megazero.config import Config
 from megazero.data.tokenizer import Tokenizer
 from megazero.engine import Engine
@@ -76,6 +77,7 @@ class Job:
     count_tokens: CountTokens | None = None  # with --calculate-per-token-loss: tokens that count in a micro-batch
     before_update: BeforeUpdate | None = None  # called on every rank when a step's gradients are there
     has_own_optimizer: bool = False  # the script's, not that of the flags
+    made_by: str = ""  # the function that made the model
     grad_norms: dict[str, float] = field(default_factory=dict)  # by parameter, of a step that --log-grad-norms logs
     own_scalars: dict[str, float] = field(default_factory=dict)  # a script's own numbers, recorded with every log line
 
@@ -208,6 +210,7 @@ def build_job(
     counts = count_tokens if weighs_tokens else None
     job = Job(config, groups, device, tokenizer, engine, forward_step, timers, peak, count_tokens=counts)
     job.has_own_optimizer = make_optimizer is not None
+    job.made_by = name_of(model_provider)
     seed_dropout(job)
     if config.model.recompute == "auto":
         _decide_recompute(job)

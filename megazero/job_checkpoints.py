@@ -202,6 +202,8 @@ def _say_what_changed(job: Job, client: dict[str, Any]) -> None:
     others = [flag_of(name) for name in LOSS if name in changed]
     _warn_of_flags(others, "; losses from here on do not compare with those before")
     rest = [text for name, text in changed.items() if name not in (*SAMPLES, *LOSS)]
+    if (maker := client.get("make_model", job.made_by)) != job.made_by:
+        rest.append(f"make_model {maker} -> {job.made_by}")
     if rest:
         logger.info("not as in the run that saved the checkpoint: %s", ", ".join(rest), extra=ALIKE)
 
@@ -374,6 +376,7 @@ def save(job: Job, is_last: bool = False) -> None:
         **vocabulary_state(job.tokenizer, {name: getattr(job.config.data, name) for name in TOKENIZER_FLAGS}),
         "config": asdict(job.config),
         "model": asdict(job.config.model),
+        "make_model": job.made_by,
         "seq_length": job.config.data.seq_length,
     }
     path = job.engine.save_checkpoint(

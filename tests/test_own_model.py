@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,12 @@ import torch
 from megazero.checkpoint.commands.export import export_huggingface
 from megazero.checkpoint.commands.samples import show_samples
 from megazero.checkpoint.reader import Reader
+from megazero.data.indexed_dataset import IndexedDatasetWriter
+from megazero.data.tokenizer import build_tokenizer
 from megazero.inference import InferenceConfig, load_model, open_checkpoint
 from megazero.job_batches import Epochs, own_datasets
 from tests.ranks import run_ranks, run_script
-from tests.tiny import ROOT, TINY_MODEL, logged, run_job
+from tests.tiny import ROOT, TINY_MODEL, WORDS, logged, run_job
 
 SCRIPT = """
 import pretrain_gpt2
@@ -53,6 +56,21 @@ def forward_step(job, iterator):
 
 run_script(pretrain_gpt2.check, lambda checked: pretrain(*checked, make_model, forward_step))
 """
+
+
+MUP = """
+import pretrain_gpt2
+from megazero.entry import run_script
+from megazero.training import pretrain
+
+
+def make_model(*arguments):
+    return changed(pretrain_gpt2.make_model(*arguments))
+
+
+run_script(pretrain_gpt2.check, lambda checked: pretrain(*checked, make_model, pretrain_gpt2.forward_step))
+"""
+PAGE = ROOT / "docs" / "own_scripts.md"
 
 
 ROWS = [
@@ -127,6 +145,41 @@ def test_a_gpt2_with_adapters_is_neither_evaluated_nor_exported_without_them(cor
     ):
         with pytest.raises(ValueError, match=r"GPT2Model: it has adapter.weight, adapter.bias\. Merge adapters"):
             use()
+
+
+def test_the_pages_evaluation_of_a_changed_model_has_the_jobs_own_loss_and_others_are_warned_of(
+    own_world, corpus, tmp_path, caplog
+):
+    (code,) = re.findall(r"```python\n(from megazero.evaluation.*?)```", PAGE.read_text(), re.DOTALL)
+    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path=corpus[3])
+    tokens = tokenizer.encode(" ".join(WORDS * 20))[: 4 * 32 + 1]  # four samples of the job, which reads all of them
+    (tmp_path / "valid.txt").write_text(tokenizer.decode(tokens))
+    with IndexedDatasetWriter(str(tmp_path / "valid"), dtype="uint16") as writer:
+        writer.add_document(tokens)
+    (script := tmp_path / "mup.py").write_text(code.partition("config =")[0] + MUP)
+    data = [
+        *corpus[:4],
+        "--split",
+        "1,0,0",
+        "--valid-data",
+        str(tmp_path / "valid"),
+        "--train-iters",
+        "4",
+        "--lr",
+        "1e-2",
+    ]
+    done = run_script(1, str(script), [*TINY_MODEL, *data, "--save", str(tmp_path), "--eval-iters", "2"])
+    assert done.returncode == 0, done.stdout
+    names = {}
+    exec(code.replace("checkpoints/run1", str(tmp_path)).replace("valid.txt", str(tmp_path / "valid.txt")), names)
+    (loss,) = [line["loss"] for line in logged(tmp_path) if line["section"] == "valid"]
+    assert names["result"].loss == pytest.approx(loss, rel=1e-6)
+    assert (
+        caplog.text.count("mup.make_model made the model in training. Here, the plain GPT2Model gets the weights") == 1
+    )
+    caplog.clear()
+    export_huggingface(Reader(tmp_path), tmp_path / "hf", torch.float32)
+    assert "mup.make_model made the model" in caplog.text
 
 
 @pytest.mark.parametrize(

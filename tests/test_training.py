@@ -589,7 +589,7 @@ PAGE = ROOT / "docs" / "own_scripts.md"
 
 
 def pages_programs() -> list[str]:
-    """The script of one's own, an optimizer for it, and hooks that find a NaN."""
+    """The script of one's own, an optimizer for it, an evaluation, and hooks that find a NaN."""
     return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
@@ -605,7 +605,7 @@ run_script(pretrain_gpt2.check, lambda checked: pretrain(*checked, broken, pretr
 
 @pytest.mark.parametrize("more", [(), ("--zero-stage", "3", "--checkpoint-activations"), ("--sequence-parallel",)])
 def test_the_pages_hooks_name_the_layer_that_made_the_nan(corpus, tmp_path, more):
-    code, _, hooks = pages_programs()
+    code, _, _, hooks = pages_programs()
     script = tmp_path / "script.py"
     script.write_text(code.partition("\ndef ")[0] + hooks + BREAKS_A_LAYER)
     split = ("--model-parallel-size", "2") if "--sequence-parallel" in more else ()
@@ -616,7 +616,7 @@ def test_the_pages_hooks_name_the_layer_that_made_the_nan(corpus, tmp_path, more
 
 @pytest.mark.parametrize(("stage", "own_optimizer"), [("0", False), ("2", True), ("3", False)])
 def test_the_pages_script_logs_each_gradients_norm_and_ends_when_it_says(corpus, tmp_path, stage, own_optimizer):
-    code, lion, _ = pages_programs()
+    code, lion, *_ = pages_programs()
     rate = 'job.engine.optimizer.param_groups[0]["lr"] = (job.iteration + 1) / 1000'
     code = code.replace("before_update(job):", f"before_update(job):\n    {rate}")
     if own_optimizer:

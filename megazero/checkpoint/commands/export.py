@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.own_model import gpt2_of
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import LazyTensor, write_tensors
@@ -50,8 +51,7 @@ def export_huggingface(
             Face's layouts have no such model.
     """
     client = client_state(reader)
-    config = GPT2Config.of_saved(client, reader.path)
-    config.refuse_other_names(reader.tensors, reader.path)
+    config = gpt2_of(reader, client)
     tokenizer, problem = _tokenizer(client, reader.path)
     files: Mapping[str, bytes] = {}
     if tokenizer_files is not None:
