@@ -28,7 +28,6 @@ from megazero.mpu.sequence_mappings import sequence_channel
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.muon import Muon
 from megazero.optim.optimizers import OptimizerFactory
-from megazero.timers import Timers
 from megazero.zero import access
 from megazero.zero.build import build_buckets, dissolve, leave
 from megazero.zero.config import ZeroConfig
@@ -80,7 +79,6 @@ class Engine:
     Attributes:
         optimizer: the `BucketOptimizer`; None without `optimizer_factory`.
         saver: `saver.claim(directory)` makes a directory this job's, before hours are spent on what could not be saved there.
-        reduction_timers: receive how long other ranks are waited for: the channel's `timers`.
 
     Raises:
         TypeError: an argument is of another type, such as the name of a dtype.
@@ -202,15 +200,6 @@ class Engine:
         self._is_applied = False
         self._grad_norm = 0.0
         self._is_destroyed = False
-
-    @property
-    def reduction_timers(self) -> Timers | None:
-        """See the class."""
-        return self.channel.timers
-
-    @reduction_timers.setter
-    def reduction_timers(self, timers: Timers | None) -> None:
-        self.channel.timers = timers
 
     # ---- forward, backward, step
 

@@ -206,7 +206,7 @@ def build_job(
         dtype=dtype,  # a model of the script's own may have another
         allow_untested_optimizer=allow_untested_optimizer,
     )
-    engine.reduction_timers = timers
+    engine.channel.timers = timers
     counts = count_tokens if weighs_tokens else None
     job = Job(config, groups, device, tokenizer, engine, forward_step, timers, peak, count_tokens=counts)
     job.has_own_optimizer = make_optimizer is not None

@@ -354,13 +354,13 @@ def evaluate(job: Job, dataset: Any) -> float | None:
 def _evaluating(job: Job) -> Iterator[None]:
     """Without gradients, in evaluation mode, and with timers of its own: an evaluation's phases are not a training step's."""
     training_timers = job.timers
-    job.timers = job.engine.reduction_timers = Timers(job.device)
+    job.timers = job.engine.channel.timers = Timers(job.device)
     try:
         with in_mode(job.engine.module, training=False), torch.no_grad():
             job.engine.eval()  # completes an update that goes on
             yield
     finally:
-        job.timers = job.engine.reduction_timers = training_timers
+        job.timers = job.engine.channel.timers = training_timers
 
 
 def evaluate_and_log(job: Job, metrics: MetricsWriter, sets: dict[str, Any], part: str, where: str) -> str | None:

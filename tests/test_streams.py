@@ -499,7 +499,7 @@ def test_waits_for_other_ranks_are_timed_where_the_device_waits(stage):
     waited_for: dict[str, set[str]] = {"allreduce": set()} if stage == 0 else {"allreduce": set(), "allgather": set()}
 
     def timed_steps(job: Job) -> None:
-        job.engine.reduction_timers = timers = Timers(torch.device("cuda"))
+        job.engine.channel.timers = timers = Timers(torch.device("cuda"))
         step(job)
         step(job)  # waits for what the first one has updated
         for phase, start, stop in timers._events:

@@ -1384,13 +1384,14 @@ def test_an_evaluation_that_fails_leaves_modes_and_timers_as_they_were():
     module[1].eval()  # a part that its user keeps so
     device = torch.device("cpu")
     timers = Timers(device)
-    job = SimpleNamespace(engine=SimpleNamespace(module=module, eval=module.eval), timers=timers, device=device)
+    engine = SimpleNamespace(module=module, eval=module.eval, channel=SimpleNamespace(timers=timers))
+    job = SimpleNamespace(engine=engine, timers=timers, device=device)
     with pytest.raises(ZeroDivisionError), _evaluating(job):
         assert job.timers is not timers and not module[0].training and not torch.is_grad_enabled()
-        assert job.engine.reduction_timers is job.timers
+        assert job.engine.channel.timers is job.timers
         raise ZeroDivisionError
     assert [part.training for part in module] == [True, False] and module.training
-    assert job.engine.reduction_timers is job.timers is timers and torch.is_grad_enabled()
+    assert job.engine.channel.timers is job.timers is timers and torch.is_grad_enabled()
 
 
 def test_an_evaluation_loses_nothing_of_many_small_losses(one_rank, monkeypatch):
