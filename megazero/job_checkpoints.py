@@ -191,7 +191,8 @@ def _say_what_changed(job: Job, client: dict[str, Any]) -> None:
             extra=ALIKE,
         )
     changed = _changes(client["config"], job.config)
-    others = [] if job.consumed_in_phase == 0 else [flag_of(name) for name in SAMPLES if name in changed]
+    samples = SAMPLES if job.consumed_in_phase else ()  # a phase that begins may have any
+    others = [flag_of(name) for name in samples if name in changed]
     order = ". Where that means other data or another order, some samples come again and others never"
     phase = f". --phase-transition-iterations {job.iteration} reads data from their first sample on"
     _warn_of_flags(others, f"{order}, and validation data that --split cuts off change as well{phase}")
@@ -201,7 +202,7 @@ def _say_what_changed(job: Job, client: dict[str, Any]) -> None:
         job.shuffled_epochs = None
     others = [flag_of(name) for name in LOSS if name in changed]
     _warn_of_flags(others, "; losses from here on do not compare with those before")
-    rest = [text for name, text in changed.items() if name not in (*SAMPLES, *LOSS)]
+    rest = [text for name, text in changed.items() if name not in (*samples, *LOSS)]
     if (maker := client.get("make_model", job.made_by)) != job.made_by:
         rest.append(f"make_model {maker} -> {job.made_by}")
     if rest:
