@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from tempfile import TemporaryDirectory
 from types import FrameType
+from uuid import uuid4
 
 from megazero.children import children, keep_exit_statuses
 
@@ -32,10 +33,17 @@ _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _is_set = _LOG_LEVEL in os.environ
 os.environ.setdefault(_LOG_LEVEL, "ERROR")
 
-from torch.distributed import DistNetworkError, DistStoreError, run  # noqa: E402
+from torch.distributed import DistNetworkError, DistStoreError, HashStore, TCPStore, run  # noqa: E402
 from torch.distributed.elastic.multiprocessing.api import SignalException  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure  # noqa: E402
-from torch.distributed.elastic.rendezvous import RendezvousError  # noqa: E402
+from torch.distributed.elastic.rendezvous import (  # noqa: E402
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
 
 from megazero.cgroups import available_cores  # noqa: E402
 from megazero.logging import if_slow  # noqa: E402
@@ -44,6 +52,49 @@ if not _is_set:
     del os.environ[_LOG_LEVEL]
 
 _PATIENCE_S = 30.0  # in which the nodes of a job usually meet
+_ONE_NODE = "megazero_one_node"
+
+
+class _OneNode(RendezvousHandler):
+    """The meeting of a job on one node, whose ranks share a store that no other host reaches.
+
+    That of torchrun listens at every address, without a password, and torchrun unpickles what anybody writes there.
+    """
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        self._run_id = params.run_id
+
+    def get_backend(self) -> str:
+        return _ONE_NODE
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listener = socket.create_server(("localhost", 0))
+        port = listener.getsockname()[1]
+        # Kept here while the ranks run; a restart gets a new one, without the addresses of the ranks before.
+        self._store = TCPStore("localhost", port, is_master=True, master_listen_fd=listener.detach())
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("localhost", port))
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
+
+
+rendezvous_handler_registry.register(_ONE_NODE, _OneNode)
 
 
 def describe(rank: int, failure: ProcessFailure, log_dir: str = "") -> str:
@@ -97,7 +148,11 @@ def run_ranks(args: Namespace) -> int:
     # Without a port, newer versions of torchrun use 29500 on several nodes, and a free port of this host on one.
     meeting_point = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
     nodes = run.parse_min_max_nnodes(args.nnodes)[1]
-    if not args.standalone and (args.rdzv_endpoint or args.master_port or nodes > 1):
+    has_no_port = args.rdzv_backend == "static" and not (args.rdzv_endpoint or args.master_port)
+    if nodes == 1 and (args.standalone or has_no_port):
+        args.standalone, args.rdzv_backend, args.rdzv_id = False, _ONE_NODE, str(uuid4())
+        args.rdzv_endpoint = "localhost"  # unused; torchrun would warn if there were none
+    elif not args.standalone and (args.rdzv_endpoint or args.master_port or nodes > 1):
         print(f"the ranks meet at {meeting_point}", file=sys.stderr)
         _warn_of_unknown(re.sub(r":\d+$", "", meeting_point).strip("[]"))
     log_dir = args.log_dir if args.log_dir and args.redirects != "0" else ""
@@ -163,8 +218,6 @@ def main() -> None:
         # Their messages are repeated here; the second logger has its own level.
         logging.getLogger(name).setLevel(logging.CRITICAL)
     args = run.parse_args(sys.argv[1:])
-    if args.standalone and args.local_addr is None:
-        args.local_addr = "localhost"  # torchrun takes this host's name, and waits forever if that does not resolve
     if args.max_restarts:  # only the last failure is repeated here
         logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
     try:

@@ -824,6 +824,24 @@ def test_options_that_torchrun_does_not_understand_are_one_line(monkeypatch, opt
     assert "\n" not in str(ended.value)
 
 
+LISTENING = """
+import os
+from pathlib import Path
+of_torchrun = {os.readlink(file) for file in Path(f"/proc/{os.getppid()}/fd").iterdir()}
+sockets = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+print([at.partition(":")[0] for _, at, _, state, *_, inode in (s[:10] for s in sockets)
+       if state == "0A" and f"socket:[{inode}]" in of_torchrun])
+"""
+
+
+@pytest.mark.parametrize("options", [["--standalone"], ["--master-port=0"]])
+def test_no_other_host_reaches_the_store_of_the_ranks_of_one_node(folder, options):
+    (folder / "script.py").write_text(LISTENING)
+    command = [sys.executable, "-m", "megazero.launch", *options, "script.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "['0100007F']\n", done  # 127.0.0.1, and nothing else
+
+
 def test_fault_of_torchrun_once_it_runs_is_not_called_one_of_the_options(monkeypatch):
     def fault(*_):
         raise ValueError("of the agent")
@@ -838,6 +856,7 @@ def test_fault_of_torchrun_once_it_runs_is_not_called_one_of_the_options(monkeyp
     ("options", "said"),
     [
         (["--standalone"], ""),
+        (["--standalone", "--rdzv-endpoint=node:7"], ""),
         (["--nnodes=2"], "the ranks meet at 127.0.0.1:29500\n"),
         (["--master-port=6000"], "the ranks meet at 127.0.0.1:6000\n"),
         (["--rdzv-endpoint=node:7"], "the ranks meet at node:7\n"),
