@@ -164,6 +164,20 @@ def mapping(path: Path) -> Iterator[None]:
         raise OSError(error.errno, f"could not map {path} into memory: {error.strerror}. {advice}") from error
 
 
+def open_lock(path: Path) -> int:
+    """A descriptor of the lock file `path`, made if it is not there, and neither changed nor reached through a link.
+
+    Raises:
+        OSError: it cannot be made or opened, or a link stands in its place, which might lead to a file of the user's.
+    """
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        raise OSError(error.errno, f"{path} is a link, which a lock must not be: remove it") from error
+
+
 @contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[None]:
     """Holds the lock file `path`, after waiting for any other process that holds it; a killed holder's lock is released.
@@ -178,34 +192,34 @@ def locked(path: Path, wait: bool = True) -> Iterator[None]:
         RuntimeError: another process holds the file, and this one is a worker whose main script locks it unguarded.
     """
     while True:
-        file = open(path, "wb")  # noqa: SIM115 (open for as long as the lock is held)
+        lock = open_lock(path)
         try:
             with file_named(path):
-                _lock(file, path, wait)
-            if is_still(path, file.fileno()):
+                _lock(lock, path, wait)
+            if is_still(path, lock):
                 break
         except BaseException:
-            file.close()
+            os.close(lock)
             raise
-        file.close()  # the previous holder removed the file while we waited for it: lock the new one
+        os.close(lock)  # the previous holder removed the file while we waited for it: lock the new one
     try:
         yield
     finally:
         with suppress(OSError):  # shares that keep open files in their places; who comes next locks what is left
             path.unlink()
-        file.close()
+        os.close(lock)
 
 
-def _lock(file: BinaryIO, path: Path, wait: bool) -> None:
+def _lock(lock: int, path: Path, wait: bool) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         if not wait:
             raise
         # Raises where this process is just starting and runs the main script again: perhaps the holder waits for it.
         spawn.get_preparation_data("")
         logger.info("waiting for another process that holds %s", path)
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise

@@ -16,6 +16,7 @@ import pytest
 
 from data_tools.done_marker import marked_outputs
 from megazero.checkpoint.commands.verify import verify
+from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.importers.huggingface import read_huggingface
 from megazero.data.sidecar import read_sidecar
 from megazero.data.tokenizer import build_tokenizer
@@ -192,6 +193,15 @@ def test_file_system_without_locks_is_reported(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fcntl, "flock", failing(errno.ENOSYS))
     with locked(tmp_path / "lock"):
         assert "has no locks" in caplog.text
+
+
+@pytest.mark.parametrize("claims", [False, True])
+def test_a_link_in_the_place_of_a_lock_is_refused_and_what_it_leads_to_left_alone(tmp_path, claims):
+    (mine := tmp_path / "mine").write_text("text")
+    (lock := tmp_path / ".lock").symlink_to(mine)
+    with pytest.raises(OSError, match=f"{lock} is a link, which a lock must not be: remove it"):
+        CheckpointFolder(tmp_path).claim() if claims else locked(lock).__enter__()
+    assert mine.read_text() == "text"
 
 
 def test_lock_file_that_an_smb_share_keeps_while_it_is_open_is_locked_by_who_comes_next(tmp_path, monkeypatch):

@@ -24,7 +24,16 @@ from megazero.checkpoint.format import CheckpointError, index_bytes
 from megazero.checkpoint.standalone import SCRIPT, place_script
 from megazero.checkpoint.tags import latest_tag, list_tags, replaced_path, step_of, tag_at, tags_of_jobs
 from megazero.checkpoint.tensor_file import naming
-from megazero.files import NO_LOCKS, append_suffix, is_still, remove_asides, sync_folder, warn_of_no_locks, write_whole
+from megazero.files import (
+    NO_LOCKS,
+    append_suffix,
+    is_still,
+    open_lock,
+    remove_asides,
+    sync_folder,
+    warn_of_no_locks,
+    write_whole,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +92,7 @@ class CheckpointFolder:
 
     def _take_lock(self) -> int:
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        lock = open_lock(self.path / ".lock")
         try:
             self._acquire(lock)
         except BaseException:
