@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from collections.abc import Sequence
 
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from data_tools.registry import ALIASES, STEPS, step_parser, summary
-from megazero.logging import prepare_output
+from megazero.logging import log_to_stderr, prepare_output, printable
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -23,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     step = ALIASES.get(argv[0], argv[0])
     if step not in STEPS:
         sys.exit(f"error: there is no step {argv[0]!r}. The steps are: {', '.join(STEPS)}")
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    log_to_stderr()
     try:
         args = step_parser(step).parse_args(argv[1:])
         with logging_redirect_tqdm():  # a message does not tear the bar apart
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit("stopped; the same command goes on from here")
     except (ValueError, OSError, RuntimeError) as error:
-        sys.exit(f"error: {_one_line(error)}")
+        sys.exit(f"error: {printable(_one_line(error))}")
 
 
 def _one_line(error: Exception) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from megazero.children import children
 from megazero.comm import OtherRankError, get_local_rank, leave_distributed, told_world
-from megazero.logging import ALIKE, get_logger, prepare_output, setup_logging
+from megazero.logging import ALIKE, get_logger, prepare_output, printable, setup_logging
 from megazero.runner import CPU_RANKS
 from megazero.runner.environment import hides_gpus, refuse_other_nodes
 from megazero.stop_signal import StopSignal
@@ -228,7 +228,7 @@ def _exit(error: Exception, rank: int, waits: bool, has_lost: bool = False) -> N
             signal.raise_signal(signal.SIGTERM)
     if not str(error) or (isinstance(error, ValueError) and not _is_ours(error)):
         traceback.print_exception(error)
-    text = re.sub(r"^\[Errno \d+\] ", "", str(error))  # drop the number that an OSError begins with
+    text = printable(re.sub(r"^\[Errno \d+\] ", "", str(error)))  # drop the number that an OSError begins with
     # With its end of line in one write: two ranks' errors would else run together in one line.
     with suppress(OSError):  # a log that cannot be written changes nothing
         sys.stderr.write(f"error: {text}\n" if rank == 0 else f"error (rank {rank}): {text}\n")

@@ -6,6 +6,7 @@ import atexit
 import io
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -87,9 +88,13 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing}" + ("" if number == 1 else "es" if thing.endswith("batch") else "s")
 
 
+# Escape sequences begin with one of the first; the others turn the direction of what follows.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
 def printable(text: str) -> str:
-    """The text with control characters spelled out, so that it cannot command the terminal."""
-    return "".join(c if c in "\n\t" or ord(c) >= 0xA0 or 0x20 <= ord(c) < 0x7F else f"\\x{ord(c):02x}" for c in text)
+    """The text with control characters spelled out, so that it cannot command the terminal; lines and tabs stay."""
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
@@ -99,7 +104,22 @@ def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
-class _Formatter(logging.Formatter):
+class PrintableFormatter(logging.Formatter):
+    """Lines in which names and data of others cannot command the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line to print."""
+        return printable(super().format(record))
+
+
+def log_to_stderr() -> None:
+    """Sends the log of a command to standard error, as it is said; its result goes to standard output."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(PrintableFormatter())
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
+
+
+class _Formatter(PrintableFormatter):
     """INFO without a prefix, which reads best in a training log; other levels with their name, and the rank unless it is 0."""
 
     def __init__(self, rank: int) -> None:

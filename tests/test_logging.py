@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.logging import setup_logging
+from megazero.logging import PrintableFormatter, setup_logging
 
 LOG = """
 import logging
@@ -50,3 +50,17 @@ def test_a_log_that_cannot_be_written_is_one_line_and_a_wrong_call_keeps_its_tra
     first, *rest = done.stderr.splitlines()
     assert first == "WARNING: the log cannot be written, the job goes on: [Errno 28] No space left on device"
     assert rest[0] == "--- Logging error ---" and done.stderr.count("Traceback") == 1 and "TypeError" in done.stderr
+
+
+def test_a_line_of_the_log_does_not_command_the_terminal():
+    record = logging.makeLogRecord({"msg": "%s", "args": ("a\x1b[2J\x9b\u202eb\r\u2066\n\tcé\u200f中 \U0001f600",)})
+    assert PrintableFormatter().format(record) == r"a\x1b[2J\x9b\u202eb\r\u2066" + "\n\tcé\u200f中 \U0001f600"
+
+
+@pytest.mark.parametrize(
+    "command", ["generate_samples.py --load", "-m megazero.checkpoint verify", "-m data_tools inspect"]
+)
+def test_a_name_in_an_error_does_not_command_the_terminal(command):
+    command = [sys.executable, *command.split(), "no\x1b[31m"]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=60)
+    assert done.stderr.startswith("error: ") and "no\\x1b[31m" in done.stderr and "\x1b" not in done.stderr, done

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from megazero.checkpoint.importers.foreign import write_foreign
 from megazero.checkpoint.importers.huggingface import read_huggingface
 from megazero.checkpoint.importers.megatron import read_megatron
 from megazero.checkpoint.reader import Reader
-from megazero.logging import counted, prepare_output, until_reader_leaves
+from megazero.logging import counted, log_to_stderr, prepare_output, printable, until_reader_leaves
 from megazero.optim.loss_scaler import DTYPES
 from megazero.option import Parser, flag_of, iterations_named
 from megazero.zero.memory import size
@@ -33,7 +32,7 @@ _PATH = "a directory that a job saves in (its latest checkpoint is meant), or on
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit status: 0; 1 if a checkpoint is damaged (verify) or two differ (diff); 2 if it could not be done."""
     prepare_output()
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    log_to_stderr()
     status = 0
     try:
         with until_reader_leaves():
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     return status
 
@@ -112,7 +111,7 @@ def _ls(arguments: argparse.Namespace) -> int:
     path = Path(arguments.path)
     is_checkpoint = arguments.tag is not None or (path / "index.json").is_file() or not path.is_dir()
     lines = describe(open_checkpoint(path, arguments.tag)) if is_checkpoint else describe_directory(path)
-    print(*lines, sep="\n")
+    _say(*lines)
     return 0
 
 
@@ -120,10 +119,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     found = verify(*locate(arguments.path, arguments.tag))
     what = _size_of(found.reader) if found.reader else str(found.path)
     if not found.problems:
-        print(f"{what}: all is as it was written")
+        _say(f"{what}: all is as it was written")
         return 0
-    print(what, *found.problems, sep="\n  ")
-    print(f"{counted(len(found.problems), 'problem')}: copy the checkpoint again, or continue from another one")
+    _say("\n  ".join([what, *found.problems]))
+    _say(f"{counted(len(found.problems), 'problem')}: copy the checkpoint again, or continue from another one")
     return 1
 
 
@@ -131,14 +130,14 @@ def _diff(arguments: argparse.Namespace) -> int:
     a, b = open_checkpoint(arguments.a), open_checkpoint(arguments.b)
     found = compare(a, b, weights_only=arguments.weights_only)
     lines = report(found, len(found.values) if arguments.all else 20)
-    print(f"A  {a.path}", f"B  {b.path}", "", *lines, sep="\n")
+    _say(f"A  {a.path}", f"B  {b.path}", "", *lines)
     return 0 if found.is_equal else 1
 
 
 def _rewind(arguments: argparse.Namespace) -> int:
     directory, tag = locate(arguments.path, arguments.tag)
     before = rewind(directory, tag)
-    print(f"{directory}: jobs continue from {tag}" + (f", no longer from {before}" if before else ""))
+    _say(f"{directory}: jobs continue from {tag}" + (f", no longer from {before}" if before else ""))
     return 0
 
 
@@ -152,7 +151,7 @@ def _samples(arguments: argparse.Namespace) -> int:
     elsewhere = arguments.train_data, arguments.tokenizer_path, arguments.data_cache_path
     reader = open_checkpoint(arguments.path, arguments.tag)
     for text in show_samples(reader, iterations, arguments.max_tokens, *elsewhere):
-        print(text)
+        _say(text)
     return 0
 
 
@@ -169,7 +168,7 @@ def _reshape(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     reader = open_checkpoint(arguments.path, arguments.tag)
     export_huggingface(reader, arguments.out, DTYPES[arguments.dtype], arguments.tokenizer_files)
-    print(f"wrote {arguments.out}")
+    _say(f"wrote {arguments.out}")
     return 0
 
 
@@ -198,7 +197,11 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _show_written(path: Path) -> None:
-    print(f"wrote {_size_of(Reader(path.parent, path.name))}")
+    _say(f"wrote {_size_of(Reader(path.parent, path.name))}")
+
+
+def _say(*lines: str) -> None:
+    print(*map(printable, lines), sep="\n")  # names and values may be somebody else's
 
 
 def _size_of(reader: Reader) -> str:

@@ -261,6 +261,16 @@ def test_settings_that_are_not_what_was_written_are_an_error_of_one_line(saved, 
     assert not out and err.startswith(f"error: {path} is malformed at its settings: KeyError") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["ls", "diff"])
+def test_no_name_in_a_checkpoint_commands_the_terminal(saved, capsys, command):
+    shutil.copytree(saved, other := saved.parent / "other")
+    path = other / TAG / "index.json"
+    path.write_bytes(index_bytes({**json.loads(path.read_text()), "client_state": {"a\x1b[2J\u202e": 1}}))
+    main([command, str(path.parent)] + [str(saved)] * (command == "diff"))
+    shown = capsys.readouterr().out
+    assert "a\\x1b[2J\\u202e" in shown and "\x1b" not in shown, shown
+
+
 SOURCES = ("deepspeed", "megatron", "huggingface", "dcp")
 
 

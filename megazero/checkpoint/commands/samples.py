@@ -13,7 +13,7 @@ from megazero.data.build import DataConfig, build_datasets, build_tokenizer_from
 from megazero.data.corpora import weights_of
 from megazero.data.sampler import ramped_batch_size, samples_after
 from megazero.data.tokenizer import refuse_other_vocabulary
-from megazero.logging import printable, some
+from megazero.logging import some
 
 
 def show_samples(
@@ -74,7 +74,7 @@ def show_samples(
             numbers = f"document{'s' * (len(documents) > 1)} {some([*map(str, documents)], 8)}"
             cut = f", the first {max_tokens}" if max_tokens < len(tokens) else ""
             yield f"--- iteration {iteration}, sample {i}: {numbers} of {prefix}, {len(tokens)} tokens{cut}"
-            yield printable(tokenizer.decode(tokens[:max_tokens]))
+            yield tokenizer.decode(tokens[:max_tokens])
 
 
 def samples_of(client: dict[str, Any], iteration: int, reader: Reader) -> range:
