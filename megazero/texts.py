@@ -107,33 +107,33 @@ def _read_lines(path: str | Path, form: str, read: Callable[[bytes], _Read]) -> 
     return found
 
 
+def _stripped(match: re.Match[str]) -> str:
+    """What stands between two marks, without spaces at its ends; as it was, if the second mark is missing."""
+    left, inside, right = match.groups()
+    return f"{left}{inside.strip()}{right}" if right else match[0]
+
+
 # WikiText separates punctuation by spaces. The order of the repairs matters: it is that of Megatron-LM's evaluation, so that
 # results are comparable.
-_WIKITEXT_REPAIRS = tuple(
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"s '", "s'"),
-        *((rf" @{re.escape(separator)}@ ", separator) for separator in "-,."),  # 1 @,@ 000 -> 1,000
-        *((rf" {re.escape(mark)} ", f"{mark} ") for mark in ":;.!?,"),
-        (r"\(\s*([^)]*?)\s*\)", r"(\1)"),
-        (r"\[\s*([^\]]*?)\s*\]", r"[\1]"),
-        (r"\{\s*([^}]*?)\s*\}", r"{\1}"),
-        (r'"\s*([^"]*?)\s*"', r'"\1"'),
-        (r"'\s*([^']*?)\s*'", r"'\1'"),
-        *((" ".join("=" * depth), "=" * depth) for depth in (4, 3, 2)),  # headings
-        (r" ° ", "°"),
-        (r" \n", "\n"),
-        (r"\n ", "\n"),
-        (r" N ", " 1 "),
-        (r" 's", "'s"),
-    )
+_WIKITEXT_REPAIRS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (r"s '", "s'"),
+    *((rf" @{re.escape(separator)}@ ", separator) for separator in "-,."),  # 1 @,@ 000 -> 1,000
+    *((rf" {re.escape(mark)} ", f"{mark} ") for mark in ":;.!?,"),
+    # A mark without its partner is matched too, to the end of the text: else each mark and each space would be tried anew.
+    *((rf"(\{left})([^\{right}]*)(\{right}?)", _stripped) for left, right in ("()", "[]", "{}", '""', "''")),
+    *((" ".join("=" * depth), "=" * depth) for depth in (4, 3, 2)),  # headings
+    (r" ° ", "°"),
+    (r" \n", "\n"),
+    (r"\n ", "\n"),
+    (r" N ", " 1 "),
+    (r" 's", "'s"),
 )
 
 
 def wikitext_detokenize(text: str) -> str:
     """WikiText's spaced-out text as a writer would have typed it, the form that GPT-2's tokenizer is made for."""
     for pattern, replacement in _WIKITEXT_REPAIRS:
-        text = pattern.sub(replacement, text)
+        text = re.sub(pattern, replacement, text)
     return text
 
 

@@ -435,6 +435,13 @@ def test_wikitext_is_detokenized(spaced, typed):
     assert wikitext_detokenize(spaced) == typed
 
 
+@pytest.mark.parametrize("mark", "([{\"'")
+def test_what_is_not_closed_in_wikitext_stays_as_it_is_and_is_searched_once(mark):
+    """By a regex that tries each end of each run of spaces, this would take hours."""
+    text = f"a {mark}{' ' * 50_000}b"
+    assert wikitext_detokenize(text) == text and wikitext_detokenize(mark * 100_001) == mark * 100_001
+
+
 def test_words_are_counted_between_spaces():
     assert word_count(" = Title = \n Some words . \n ", is_wikitext=True) == 7
     assert word_count("alpha\nbeta  gamma\tdelta\n") == 4
