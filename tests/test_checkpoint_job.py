@@ -29,6 +29,7 @@ from megazero.checkpoint.folder import CheckpointFolder
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.vocabulary import saved_tokenizer
 from megazero.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference import load_model
@@ -165,6 +166,19 @@ def test_a_sample_is_shown_with_its_documents_also_of_data_that_has_moved(corpus
     client["corpora"] = ["0-178 of another"]
     assert checkpoint_command([*command, *moved]) == 2
     assert "are not those of the run of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tokenizer_files": {"other.json": np.zeros(1, np.uint8)}},
+        {"tokenizer_files": {"vocab.json": 1}},
+        {"tokenizer": {"other": 1}, "tokenizer_files": {}},
+    ],
+)
+def test_a_recorded_vocabulary_that_is_none_is_told_with_its_checkpoint(whole, changed):
+    with pytest.raises(CheckpointError, match=f"{whole} has recorded a vocabulary that is none: .*Error"):
+        saved_tokenizer({**client_state(Reader(whole)), **changed}, whole)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from megazero.checkpoint.format import REMEDY, CheckpointError
 from megazero.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
 
 
@@ -38,16 +39,18 @@ def saved_tokenizer(client: dict[str, Any], path: Path) -> Tokenizer:
         FileNotFoundError: the latter are no longer there.
         ValueError: the checkpoint does not say where its vocabulary is, or the files do not make such a tokenizer.
     """
-    saved, files = saved_flags(client), saved_files(client)
+    saved = saved_flags(client)
     if not saved:
         raise ValueError(
             f"{path} was not saved by the training job, so it does not say where its vocabulary is. Give --vocab-file and "
             "--merge-file, or --tokenizer-path."
         )
-    if files:
-        return tokenizer_of(saved["tokenizer_type"], files, path)
     try:
+        if files := saved_files(client):
+            return tokenizer_of(saved["tokenizer_type"], files, path)
         return build_tokenizer(**saved)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} has recorded a vocabulary that is none: {error!r}. {REMEDY}") from error
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{str(error).rstrip('.')}. The checkpoint {path} has recorded this, relative to the folder in which its job was "
