@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.checkpoint.importers.torch_files import load_torch_dict, load_torch_file
+from megazero.checkpoint.tags import check_tag
 from megazero.files import read_whole
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -130,6 +131,8 @@ def _folder(directory: Path, tag: str | None) -> Path:
                 "was passed to save_checkpoint, or name the tag (the folder in it)."
             )
         tag = read_whole(pointer).decode(errors="replace").strip()
+        if os.path.isdir(directory / tag):
+            check_tag(tag)  # so that it leads to no other directory
     folder = directory / str(tag)
     if not os.path.isdir(folder):  # Path.is_dir raises for a name that is too long
         raise FileNotFoundError(

@@ -154,6 +154,15 @@ def test_missing_files_are_named(tmp_path, stage):
     assert_holds(read_deepspeed(tmp_path), small_model())
 
 
+@pytest.mark.parametrize("tag", ["../elsewhere", "..", "{elsewhere}"])
+def test_latest_leads_to_no_other_directory(tmp_path, tag):
+    write_checkpoint(elsewhere := tmp_path / "elsewhere", small_model(), 1, 1)
+    (here := tmp_path / "here").mkdir()
+    (here / "latest").write_text(tag.format(elsewhere=elsewhere))
+    with pytest.raises(ValueError, match="A checkpoint's tag becomes the name of its directory"):
+        read_deepspeed(here)
+
+
 def test_files_of_two_saves_are_refused(tmp_path):
     write_checkpoint(tmp_path, small_model(), 2, 3)
     write_checkpoint(tmp_path, small_model(), 2, 2)
