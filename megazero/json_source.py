@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,8 @@ def errors_of(section: str) -> Iterator[None]:
         raise DeepSpeedConfigError(f"{section}: {error}") from error
 
 
-_STRING = r'"(?:\\.|[^"\\\n])*"'
+# A string that is not closed is matched too: else each quote in it would be tried anew.
+_STRING = r'"(?:\\.|[^"\\\n])*"?'
 _COMMENT = re.compile(rf"{_STRING}|//[^\n]*|\#[^\n]*|/\*.*?\*/", re.DOTALL)
 _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
 
@@ -116,8 +118,7 @@ def strip_comments(text: str) -> str:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
     if twice:
         raise DeepSpeedConfigError(f"keys are given twice in one object: {', '.join(twice)}. Keep one of each.")
     return dict(pairs)
