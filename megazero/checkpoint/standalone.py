@@ -35,5 +35,6 @@ def place_script(directory: Path) -> None:
         return
     with written_aside(path) as file:
         with suppress(OSError):  # shares that keep no rights: `python zero_to_fp32.py` works all the same
-            os.fchmod(file.fileno(), 0o755)
+            mode = os.fstat(file.fileno()).st_mode
+            os.fchmod(file.fileno(), mode | (mode & 0o444) >> 2)  # for those who may read it
         file.write(content)

@@ -182,11 +182,14 @@ def test_a_lock_that_fails_is_an_error_unless_the_file_system_has_none(
     claimed.release()
 
 
-def test_the_script_is_executable_before_it_is_there(tmp_path, monkeypatch):
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o755), (0o077, 0o700)])
+def test_the_script_is_executable_before_it_is_there_for_those_who_may_read_it(tmp_path, monkeypatch, umask, mode):
     modes, replace = [], os.replace
     monkeypatch.setattr(os, "replace", lambda old, new: (modes.append(os.stat(old).st_mode & 0o777), replace(old, new)))
+    before = os.umask(umask)
     place_script(tmp_path)
-    assert modes == [0o755]
+    os.umask(before)
+    assert modes == [mode]
 
 
 def test_the_script_is_there_also_on_a_share_that_keeps_no_rights(tmp_path, monkeypatch):
