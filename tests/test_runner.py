@@ -81,6 +81,8 @@ def test_hostfile_with_comments_and_blank_lines():
         ("this is not a hostfile", "hostfile line 1"),
         ("-oProxyCommand=x slots=4", "hostfile line 1"),
         ("user@worker-0 slots=4", "belongs in ~/.ssh/config"),
+        ("$(id) slots=4", "a host of letters, digits"),
+        ("a;b slots=4", "a host of letters, digits"),
         ("a slots=4\n\na slots=2", "line 3: 'a slots=2' names the host a a second time"),
         ("", "names no host"),
         ("# nothing\n\n", "names no host"),

@@ -24,11 +24,12 @@ def parse_hostfile(text: str) -> dict[str, int]:
         content = line.partition("#")[0].strip()
         if not content:
             continue
-        match = re.fullmatch(r"([^\s@:-][^\s@:]*)\s+slots=([1-9]\d*)", content)
+        match = re.fullmatch(r"(\w[\w.-]*)\s+slots=([1-9]\d*)", content)
         if match is None:
             raise ValueError(
-                f"hostfile line {number}: {line!r} is not of the form `host slots=N` with N of 1 or more, and a host without "
-                "`@` and `:`. A user, a port or an IPv6 address for ssh belongs in ~/.ssh/config, under a name for the host."
+                f"hostfile line {number}: {line!r} is not of the form `host slots=N` with N of 1 or more, and a host of "
+                "letters, digits, `.`, `-` and `_`. A user, a port or an IPv6 address for ssh belongs in ~/.ssh/config, under a "
+                "name for the host."
             )
         host, slots = match[1], int(match[2])
         if host in hosts:
