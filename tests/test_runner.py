@@ -772,6 +772,14 @@ def test_each_slurm_job_meets_at_a_port_of_its_own_unless_one_is_given(folder, m
     assert endpoints == ["127.0.0.1:20007", "127.0.0.1:23456", "127.0.0.1:6000"]
 
 
+def test_the_file_of_the_process_id_takes_the_place_of_a_link(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (mine := tmp_path / "mine").write_text("text")
+    (file := tmp_path / f"{os.getpid()}.megazero").symlink_to(mine)
+    with runner._pid_file():
+        assert file.read_text() == str(os.getpid()) and mine.read_text() == "text"
+
+
 def test_slurms_srun_leaves_no_file_of_a_process_id(folder, monkeypatch, capsys):
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("SLURM_JOB_ID", "7")

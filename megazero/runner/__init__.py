@@ -19,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from megazero.children import keep_exit_statuses
+from megazero.files import write_whole
 from megazero.logging import counted, some
 from megazero.runner import environment
 from megazero.runner.arguments import HOSTFILE, parse
@@ -242,7 +243,7 @@ def _say(commands: Mapping[str, Sequence[str]], nodes: Nodes) -> None:
 @contextmanager
 def _pid_file() -> Iterator[None]:
     path = Path(tempfile.gettempdir()) / f"{os.getpid()}.megazero"
-    path.write_text(str(os.getpid()))
+    write_whole(path, str(os.getpid()).encode())  # takes the place of a link, if somebody has left one
     try:
         yield
     finally:
