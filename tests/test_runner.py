@@ -159,13 +159,15 @@ def test_other_nodes_get_the_settings_of_torch_and_of_what_carries_data(monkeypa
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "PYTHONPATH": "/code",
         "PYTHONHASHSEED": "0",
+        "MLFLOW_TRACKING_URI": "http://node0",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
-    for key, value in {**wanted, "CUDA_VISIBLE_DEVICES": "3", "SECRET": "1"}.items():
+    others = {"CUDA_VISIBLE_DEVICES": "3", "SECRET": "1", "MLFLOW_TRACKING_TOKEN": "1", "MLFLOW_TRACKING_PASSWORD": "1"}
+    for key, value in {**wanted, **others}.items():
         monkeypatch.setenv(key, value)
     found = exported()
-    assert wanted.items() <= found.items() and not {"CUDA_VISIBLE_DEVICES", "SECRET", "HOME"} & found.keys()
+    assert wanted.items() <= found.items() and not {*others, "HOME"} & found.keys()
 
 
 def test_a_user_without_a_home_has_the_file_of_the_working_folder_only(monkeypatch, tmp_path):

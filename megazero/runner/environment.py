@@ -11,11 +11,14 @@ from pathlib import Path
 # (PYTORCH_CUDA_ALLOC_CONF), only the other nodes would run out of memory through fragmentation.
 EXPORTED: tuple[str, ...] = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "UCX_", "MLFLOW_", "PYTHON", "OMP_NUM_THREADS")
 EXPORTED += ("CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG")  # no other CUDA_*: slots set the visible devices
+# Not exported, because all users of this machine see ssh's command line: MLflow's token, password, passphrase and key.
+_SECRET = re.compile(r"MLFLOW_.*(TOKEN|PASSWORD|PASSPHRASE|KEY)")
 
 
 def exported() -> dict[str, str]:
     """The variables for nodes that do not share this process's environment: those of its own that matter, and the files'."""
-    return {key: value for key, value in os.environ.items() if key.startswith(EXPORTED)} | from_files()
+    own = {key: value for key, value in os.environ.items() if key.startswith(EXPORTED) and not _SECRET.fullmatch(key)}
+    return own | from_files()
 
 
 def from_files() -> dict[str, str]:
