@@ -7,14 +7,14 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from megazero.files import file_named, remove_asides, write_whole, written_aside
+from megazero.files import file_named, remove_asides, written_aside
 from megazero.wandb_log import WandbLog
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Of a StepReport: what is written under another name, or not at all.
 _NOT_SCALARS = ("iteration", "train_iters", "phases_s")
+# Of a line: what the summary and the plot read. A line of --log-grad-norms has hundreds of other numbers.
+_KEPT = ("iteration", "section", "loss", "perplexity", "tokens_per_s", "tflops", "mfu")
 # The phases of a step, in the order of Megatron-LM's line.
 _PHASES = ("forward", "backward", "allreduce", "allgather", "optimizer", "batch generator", "data loader")
 
@@ -69,7 +71,7 @@ class StepReport:
 
 
 class MetricsWriter:
-    """Keeps the scalars of a run, and appends them to `metrics.jsonl`, TensorBoard and Weights & Biases.
+    """Appends the scalars of a run to `metrics.jsonl`, TensorBoard and Weights & Biases, and keeps those that it ends with.
 
     A run drops what the logs have after its starting iteration, so that they describe a single run.
 
@@ -77,7 +79,7 @@ class MetricsWriter:
         directory: holds metrics.jsonl and the plot; None writes nothing.
         tensorboard_dir: holds the event files; None writes none.
         start_iteration: lines after this one, from an earlier run that was lost, are dropped.
-        keeps_lines: whether `lines` keeps what is recorded, 1.3 kB each time.
+        keeps_lines: whether `lines` keeps something of what is recorded.
         wandb: records the scalars as well; closed with this writer.
     """
 
@@ -97,9 +99,8 @@ class MetricsWriter:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             remove_asides(self.path)
-            earlier = _read(self.path) if start_iteration else []
-            self._lines = {(x["iteration"], x["section"]): x for x in earlier if x["iteration"] <= start_iteration}
-            write_whole(self.path, "".join(map(_as_json, self.lines)).encode())
+            earlier = _read(self.path) if start_iteration else ()
+            self._rewrite(line for line in earlier if line["iteration"] <= start_iteration)
             self._logs[str(self.path)] = self._append
         self._board: Any = None
         if tensorboard_dir:
@@ -122,7 +123,10 @@ class MetricsWriter:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Everything recorded, including by the run that this one continues: oldest first, one line per iteration and section."""
+        """What the summary and the plot read of all that was recorded, including by the run that this one continues.
+
+        Oldest first, one line per iteration and section.
+        """
         return list(self._lines.values())
 
     def write(self, iteration: int, scalars: dict[str, float], section: str) -> None:
@@ -139,15 +143,25 @@ class MetricsWriter:
                 del self._logs[name]
                 logger.warning("the log in %s ends at iteration %d, training goes on: %s", name, iteration, error)
         if self._keeps_lines:
-            self._lines[iteration, section] = line
+            self._keep(line)
+
+    def _keep(self, line: dict[str, Any]) -> None:
+        self._lines[_key(line)] = {name: line[name] for name in _KEPT if name in line}
 
     def _append(self, line: dict[str, Any], _: dict[str, float]) -> None:
         assert self.path is not None
-        key = (line["iteration"], line["section"])
-        if key in self._lines:  # a finished run that is started again repeats its last evaluations
-            write_whole(self.path, "".join(map(_as_json, {**self._lines, key: line}.values())).encode())
+        if (key := _key(line)) in self._lines:  # a finished run that is started again repeats its last evaluations
+            self._rewrite(line if _key(earlier) == key else earlier for earlier in _read(self.path))
             return
         append_json(self.path, line)
+
+    def _rewrite(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Makes these the lines of the file, from which they may come, one at a time."""
+        assert self.path is not None
+        with written_aside(self.path) as file, file_named(self.path):
+            for line in lines:
+                file.write(_as_json(line).encode())
+                self._keep(line)
 
     def _add_scalars(self, line: dict[str, Any], scalars: dict[str, float]) -> None:
         if "://" not in self._board.log_dir:
@@ -162,6 +176,10 @@ class MetricsWriter:
             if log is not None:
                 with suppress(OSError):  # the log may have ended already
                     log.close()
+
+
+def _key(line: dict[str, Any]) -> tuple[int, str]:
+    return line["iteration"], line["section"]
 
 
 def _as_json(line: dict[str, Any]) -> str:
@@ -185,20 +203,16 @@ def refuse_unwritable_output(path: str | None) -> None:
         raise OSError(f"--output {path} cannot be written: {error.strerror}") from error
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a metrics file, with nan for null, up to one that is half-written or damaged; none where there is no file."""
-    lines: list[dict[str, Any]] = []
-    try:  # not `is_file`: from Python 3.14 on it is False of a file that cannot be looked at, which would then be replaced
-        content = path.read_text(errors="replace")
-    except FileNotFoundError:
-        return lines
-    for text in content.splitlines():
-        try:
-            line = json.loads(text)
-            lines.append({name: math.nan if value is None else value for name, value in line.items()})
-        except (json.JSONDecodeError, AttributeError):  # AttributeError: no object
-            break
-    return lines
+    # Not `is_file`: from Python 3.14 on it is False of a file that cannot be looked at, which would then be replaced.
+    with suppress(FileNotFoundError), open(path, errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+                yield {name: math.nan if value is None else value for name, value in line.items()}
+            except (json.JSONDecodeError, AttributeError):  # AttributeError: no object
+                return
 
 
 def by_section(lines: Iterable[dict[str, Any]], part: str) -> dict[str, list[dict[str, Any]]]:

@@ -67,13 +67,13 @@ def test_lines_of_a_part_are_told_by_section_in_the_order_of_its_sets():
 def test_numbers_that_are_not_finite_are_null_in_the_metrics_file_as_json_has_no_word_for_them(tmp_path):
     """The norm of an overflow, and the perplexity of a large loss; also those that an earlier version has written."""
     path, refuse = tmp_path / "metrics.jsonl", {"parse_constant": lambda word: pytest.fail(f"{word} is no JSON")}
-    path.write_text('{"iteration": 1, "section": "train", "loss": 8.0, "grad_norm": Infinity}\n')
-    for start, norm in ((1, math.nan), (2, -math.inf), (3, 0.5)):
-        MetricsWriter(str(tmp_path), None, start).write(start + 1, {"loss": 8.0, "grad_norm": norm}, "train")
+    path.write_text('{"iteration": 1, "section": "train", "perplexity": Infinity, "grad_norm": Infinity}\n')
+    for start, x in ((1, math.nan), (2, -math.inf), (3, 0.5)):
+        MetricsWriter(str(tmp_path), None, start).write(start + 1, {"perplexity": x, "grad_norm": x}, "train")
     lines = [json.loads(line, **refuse) for line in path.read_text().splitlines()]
-    assert [line["grad_norm"] for line in lines] == [None, None, None, 0.5]
+    assert [(line["perplexity"], line["grad_norm"]) for line in lines] == [(x, x) for x in (None, None, None, 0.5)]
     resumed = MetricsWriter(str(tmp_path), None, 4)
-    assert math.isnan(resumed.lines[0]["grad_norm"]), "a number, for the summary and the plot"
+    assert math.isnan(resumed.lines[0]["perplexity"]), "a number, for the summary and the plot"
 
 
 def test_a_log_that_cannot_be_looked_at_for_a_moment_is_continued(tmp_path, monkeypatch):
@@ -123,10 +123,22 @@ def test_an_evaluation_that_is_repeated_replaces_its_line(tmp_path):
             metrics.write(iteration, {"loss": 8.0}, "train")
         for section in ("valid", "test"):
             metrics.write(2, {"loss": 7.0 - start}, section)
-    lines = logged(tmp_path)
     want = [(1, "train", 8.0), (2, "train", 8.0), (2, "valid", 5.0), (2, "test", 5.0)]
-    assert [(line["iteration"], line["section"], line["loss"]) for line in lines] == want
-    assert lines == metrics.lines
+    for lines in (logged(tmp_path), metrics.lines):
+        assert [(line["iteration"], line["section"], line["loss"]) for line in lines] == want
+
+
+def test_the_norms_of_all_parameters_stay_in_the_file_and_not_in_memory(tmp_path):
+    norms = {f"grad_norm/layers.{layer}.weight": 0.5 for layer in range(9)}
+    for start in (0, 1):
+        metrics = MetricsWriter(str(tmp_path), None, start)
+        metrics.write(start + 1, {"loss": 8.0, **norms}, "train")
+        for _ in range(2):  # the second replaces the first, in a file that has the rest
+            metrics.write(start + 1, {"loss": 7.0}, "valid")
+    kept = {"iteration", "section", "loss"}
+    assert [line.keys() for line in metrics.lines] == [kept] * 4
+    names = [line.keys() - {"timestamp"} for line in logged(tmp_path)]
+    assert names == [kept | norms.keys(), kept] * 2
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
