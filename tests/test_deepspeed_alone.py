@@ -65,10 +65,8 @@ def alone_case(folder: str) -> None:
         }.items():
             with pytest.raises(RuntimeError, match=called.format(name)):
                 call()
-        start = time.monotonic()
-        with pytest.raises(
-            RuntimeError, match=r"rank 0, step 2, engine.step\(\) failed. If the other ranks did not come"
-        ):
+        told = r"rank 0, step 2, engine.step\(\) failed. If the other ranks did not come.*Timed out waiting 6000ms"
+        with pytest.raises(RuntimeError, match=told):
             engine.step()
         for name, call in {
             "safe_get_full_grad of 0.weight": lambda: utils.safe_get_full_grad(weight),
@@ -77,7 +75,6 @@ def alone_case(folder: str) -> None:
         }.items():
             with pytest.raises(RuntimeError, match=f"{name} failed on rank 0. It is collective"):
                 call()
-        assert time.monotonic() - start < 40, "the timeout was set to 6 s"
         finished.touch()
     mpu.destroy_model_parallel()
     join(folder, "end", 60.0)  # the groups of before are broken
