@@ -183,22 +183,23 @@ def test_every_rank_hears_at_once_that_one_calls_something_else():
         assert messages[rank].startswith(f"save was called on rank {rank}, but step on rank tables on rank 1. Call the")
 
 
-def late_case():
-    meeting.PATIENCE_S = 0.5
+def late_case(said):
+    """Rank 1 comes when another one has said that it is late."""
+    meeting.PATIENCE_S = 1.5
     records = []
     meeting.logger.addHandler(handler := logging.Handler())
-    handler.emit = records.append
-    if dist.get_rank() == 1:
-        time.sleep(1.5)
+    handler.emit = lambda record: (records.append(record), said.touch())
+    while dist.get_rank() == 1 and not said.exists():
+        time.sleep(0.02)
     comm.meet_world("save_checkpoint", timeout_s=60.0)
     return [record.getMessage() for record in records]
 
 
-def test_the_first_rank_of_a_meeting_says_who_is_late():
-    of_0, of_1, of_2 = run_ranks(3, late_case)
+def test_the_first_rank_of_a_meeting_says_who_is_late(tmp_path):
+    of_0, of_1, of_2 = run_ranks(3, late_case, tmp_path / "said")
     (said,) = of_0 + of_1 + of_2
     first = 0 if of_0 else 2
-    later = "0.5 s later not yet on ranks [1] of [0, 1, 2]; waiting for 60 s in all"
+    later = "1.5 s later not yet on ranks [1] of [0, 1, 2]; waiting for 60 s in all"
     assert said == f"save_checkpoint was called on rank {first}, and {later}"
 
 
