@@ -434,7 +434,7 @@ def start(
 def finish(process: subprocess.Popen, status: int = 0) -> tuple[str, str]:
     """Output and messages of a job that must end with `status`."""
     try:
-        output, messages = process.communicate(timeout=60)
+        output, messages = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == status, output + messages
@@ -810,7 +810,7 @@ def test_waiting_for_a_meeting_point_names_it_without_cpp_frames(folder):
         for _ in range(3):
             other.accept()[0].close()
         process.terminate()
-        _, messages = process.communicate(timeout=60)
+        _, messages = process.communicate(timeout=200)
     assert f"the ranks meet at {where}" in messages and "frame #" not in messages, messages
 
 
