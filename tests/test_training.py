@@ -1401,7 +1401,7 @@ def test_an_evaluation_loses_nothing_of_many_small_losses(one_rank, monkeypatch)
     module, losses = torch.nn.Identity(), iter([2.0**24, 1.0, 1.0, 1.0])
     job = SimpleNamespace(
         config=SimpleNamespace(training=SimpleNamespace(eval_iters=4), eval_batch_size=1),
-        engine=SimpleNamespace(module=module, eval=module.eval),
+        engine=SimpleNamespace(module=module, eval=module.eval, channel=SimpleNamespace(timers=None)),
         forward_step=lambda *_: torch.tensor(next(losses)),
         count_tokens=None,
         device=torch.device("cpu"),
