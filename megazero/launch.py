@@ -53,6 +53,7 @@ if not _is_set:
 
 _PATIENCE_S = 30.0  # in which the nodes of a job usually meet
 _ONE_NODE = "megazero_one_node"
+_HERE = "127.0.0.1"  # no name, which a host may not know
 
 
 class _OneNode(RendezvousHandler):
@@ -68,11 +69,11 @@ class _OneNode(RendezvousHandler):
         return _ONE_NODE
 
     def next_rendezvous(self) -> RendezvousInfo:
-        listener = socket.create_server(("localhost", 0))
+        listener = socket.create_server((_HERE, 0))
         port = listener.getsockname()[1]
         # Kept here while the ranks run; a restart gets a new one, without the addresses of the ranks before.
-        self._store = TCPStore("localhost", port, is_master=True, master_listen_fd=listener.detach())
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("localhost", port))
+        self._store = TCPStore(_HERE, port, is_master=True, master_listen_fd=listener.detach())
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(_HERE, port))
 
     @property
     def use_agent_store(self) -> bool:
@@ -151,7 +152,7 @@ def run_ranks(args: Namespace) -> int:
     has_no_port = args.rdzv_backend == "static" and not (args.rdzv_endpoint or args.master_port)
     if nodes == 1 and (args.standalone or has_no_port):
         args.standalone, args.rdzv_backend, args.rdzv_id = False, _ONE_NODE, str(uuid4())
-        args.rdzv_endpoint = "localhost"  # unused; torchrun would warn if there were none
+        args.rdzv_endpoint = _HERE  # unused; torchrun would warn if there were none
     elif not args.standalone and (args.rdzv_endpoint or args.master_port or nodes > 1):
         print(f"the ranks meet at {meeting_point}", file=sys.stderr)
         _warn_of_unknown(re.sub(r":\d+$", "", meeting_point).strip("[]"))

@@ -466,7 +466,7 @@ def test_two_ranks_on_a_machine_without_gpus(folder, monkeypatch):
     ranks = shown(output)
     assert [r["argv"] for r in ranks] == [["script.py", f"--local_rank={i}", *NASTY] for i in (0, 1)]
     assert [(r["LOCAL_RANK"], r["WORLD_SIZE"], r["LOCAL_SIZE"]) for r in ranks] == [("0", "2", "2"), ("1", "2", "2")]
-    assert {r["MASTER_ADDR"] for r in ranks} == {"localhost"}, "this host's name need not resolve"
+    assert {r["MASTER_ADDR"] for r in ranks} == {"127.0.0.1"}, "no name need resolve"
     cores = len(os.sched_getaffinity(0)) // 2
     threads = str(max(1, available_cores() // 2))  # a container may have a quota
     assert all(r["cores"] == cores and r["OMP_NUM_THREADS"] == threads and r["MASTER_PORT"] for r in ranks)
