@@ -151,7 +151,9 @@ def run_ranks(args: Namespace) -> int:
     nodes = run.parse_min_max_nnodes(args.nnodes)[1]
     has_no_port = args.rdzv_backend == "static" and not (args.rdzv_endpoint or args.master_port)
     if nodes == 1 and (args.standalone or has_no_port):
-        args.standalone, args.rdzv_backend, args.rdzv_id = False, _ONE_NODE, str(uuid4())
+        args.standalone, args.rdzv_backend = False, _ONE_NODE
+        if args.rdzv_id == "none":  # torchrun's default
+            args.rdzv_id = str(uuid4())
         args.rdzv_endpoint = _HERE  # unused; torchrun would warn if there were none
     elif not args.standalone and (args.rdzv_endpoint or args.master_port or nodes > 1):
         print(f"the ranks meet at {meeting_point}", file=sys.stderr)

@@ -864,6 +864,14 @@ def test_fault_of_torchrun_once_it_runs_is_not_called_one_of_the_options(monkeyp
         launch.main()
 
 
+def test_a_job_on_one_node_has_the_id_that_it_is_given_or_one_of_its_own(monkeypatch):
+    ids: list[str] = []
+    monkeypatch.setattr(launch.run, "run", lambda args: ids.append(args.rdzv_id))
+    for options in (["--rdzv-id=mine"], [], []):
+        launch.run_ranks(launch.run.parse_args(["--standalone", *options, "x.py"]))
+    assert ids[0] == "mine" and len(set(ids)) == 3
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
