@@ -36,9 +36,9 @@ def errors_of(section: str) -> Iterator[None]:
         raise DeepSpeedConfigError(f"{section}: {error}") from error
 
 
-# A string that is not closed is matched too: else each quote in it would be tried anew.
-_STRING = r'"(?:\\.|[^"\\\n])*"?'
-_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|\#[^\n]*|/\*.*?\*/", re.DOTALL)
+# What is not closed is matched too: else each quote or comment in it would be tried anew.
+_STRING = r'("(?:\\.|[^"\\\n])*"?)'
+_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|\#[^\n]*|/\*.*?\*/|(/\*.*)", re.DOTALL)
 _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
 
 
@@ -113,7 +113,7 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
 def strip_comments(text: str) -> str:
     """`text` with blanks in place of comments and trailing commas outside strings, so that everything else keeps its position."""
     for pattern in (_COMMENT, _TRAILING_COMMA):
-        text = pattern.sub(lambda m: m[0] if m[0][0] == '"' else re.sub(r"[^\n]", " ", m[0]), text)
+        text = pattern.sub(lambda m: m[0] if m.lastindex else re.sub(r"[^\n]", " ", m[0]), text)
     return text
 
 

@@ -123,6 +123,7 @@ def test_comments_and_trailing_commas_pass_and_strings_stay():
         pytest.param('{"a": ' * 10**5 + "1" + "}" * 10**5, "x nests objects or lists deeper than Python", id="nested"),
         pytest.param('{"a": ' + "1" * 5000 + "}", "x: Exceeds the limit", id="digits"),
         pytest.param('{"a": "' + '\\"' * 300_000, "x, line 1", id="quotes, searched once"),
+        pytest.param('{"a": ' + "/* " * 300_000, "x, line 1", id="comments, searched once"),
     ],
 )
 def test_what_is_not_json_is_located(text, message):
