@@ -175,12 +175,13 @@ def _say_what_changed(job: Job, client: dict[str, Any]) -> None:
     Then logs what else is set otherwise than in the checkpoint's run.
     """
     if "train_samples" not in client:  # a script's own may have a "config", too
-        logger.warning(
-            "the checkpoint was imported: the samples after its %d are those that come next if the run read one corpus, and this "
-            "one has its --split, --seq-length, --seed, --global-batch-size and --train-iters",
-            job.consumed_samples,
-            extra=ALIKE,
-        )
+        if job.consumed_in_phase:
+            logger.warning(
+                "the checkpoint was imported: the samples after its %d are those that come next if the run read one corpus, and "
+                "this one has its --split, --seq-length, --seed, --global-batch-size and --train-iters",
+                job.consumed_samples,
+                extra=ALIKE,
+            )
         return
     batch = job.config.global_batch_size(job.groups.data_parallel_size)
     if client.get("global_batch_size", batch) != batch:

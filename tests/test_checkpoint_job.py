@@ -405,7 +405,9 @@ def test_a_load_that_points_beside_the_checkpoints_is_no_new_run(corpus, whole, 
 
 def test_a_scripts_own_state_is_not_taken_for_the_jobs(caplog):
     client = {"iteration": 3, "consumed_samples": 12, "config": {"lr": 0.1}}
-    job_checkpoints._say_what_changed(SimpleNamespace(consumed_samples=12), client)
+    for in_phase in (0, 12):
+        assert not caplog.text, "a phase that begins reads its data from the first sample on"
+        job_checkpoints._say_what_changed(SimpleNamespace(consumed_samples=12, consumed_in_phase=in_phase), client)
     assert "the checkpoint was imported: the samples after its 12 are" in caplog.text
 
 
