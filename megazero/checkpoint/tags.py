@@ -101,12 +101,12 @@ def named(path: str | Path, tag: str | None = None) -> tuple[Path, str | None]:
     Raises:
         ValueError: it is, and there is a `tag`, too.
     """
-    if not Path(path, "index.json").is_file():
+    one = Path(path).resolve()
+    if not (checkpoint_path(one.parent, one.name) / "index.json").is_file():
         return Path(path), tag
-    path = Path(path).resolve()
     if tag is not None:
-        raise ValueError(f"{path} is a checkpoint itself: drop --tag {tag}, or give the directory above it.")
-    return path.parent, path.name
+        raise ValueError(f"{one} is a checkpoint itself: drop --tag {tag}, or give the directory above it.")
+    return one.parent, one.name
 
 
 def list_tags(directory: str | Path) -> list[str]:

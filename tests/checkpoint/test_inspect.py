@@ -15,6 +15,7 @@ import torch
 from megazero import __version__
 from megazero.checkpoint.__main__ import main
 from megazero.checkpoint.commands.verify import verify
+from megazero.checkpoint.config import CheckpointConfig
 from megazero.checkpoint.format import CheckpointError, index_bytes
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
@@ -91,6 +92,12 @@ def test_ls_shows_what_is_in_a_checkpoint(saved, capsys, arguments):
     ):
         assert expected in text
     assert f"by megazero {__version__}, torch {torch.__version__}" in text
+
+
+def test_a_checkpoint_whose_save_died_between_its_renames_is_found_by_its_own_path(saved, capsys):
+    (saved / TAG).rename(saved / f".{TAG}.replaced")
+    assert CheckpointConfig(load=str(saved / TAG)).loaded == (saved, TAG)
+    assert run(capsys, "verify", saved / TAG)[0] == 0
 
 
 def test_ls_of_a_damaged_checkpoint_whose_save_died_between_its_renames(saved, capsys):
