@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import pretrain_gpt2
 from megazero.checkpoint.commands.export import export_huggingface
 from megazero.checkpoint.commands.samples import show_samples
+from megazero.checkpoint.own_model import OF_GPT2, name_of
 from megazero.checkpoint.reader import Reader
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.tokenizer import build_tokenizer
@@ -180,6 +183,10 @@ def test_the_pages_evaluation_of_a_changed_model_has_the_jobs_own_loss_and_other
     caplog.clear()
     export_huggingface(Reader(tmp_path), tmp_path / "hf", torch.float32)
     assert "mup.make_model made the model" in caplog.text
+
+
+def test_a_partial_is_named_for_its_function():
+    assert name_of(partial(pretrain_gpt2.make_model)) == OF_GPT2
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ OF_GPT2 = "pretrain_gpt2.make_model"
 
 def name_of(function: Callable[..., Any]) -> str:
     """Its module and name, where the script that runs is called by its file: "mup.make_model"."""
+    function = function.func if isinstance(function, partial) else function
     owner = function if hasattr(function, "__qualname__") else type(function)
     file = getattr(sys.modules["__main__"], "__file__", None)
     module = Path(file).stem if owner.__module__ == "__main__" and file else owner.__module__
