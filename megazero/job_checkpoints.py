@@ -15,7 +15,7 @@ from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.loader import newest_tag
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader, read_index
-from megazero.checkpoint.tags import checkpoint_path, latest_tag, list_tags, listed, tags_to_go_back_to
+from megazero.checkpoint.tags import checkpoint_path, latest_tag, list_tags, listed, named, tags_to_go_back_to
 from megazero.checkpoint.vocabulary import saved_files, saved_tokenizer, vocabulary_state
 from megazero.config import Config
 from megazero.data.build import TOKENIZER_FLAGS, DataConfig, build_tokenizer_from
@@ -54,8 +54,11 @@ def refuse_to_replace(flags: CheckpointConfig) -> None:
     """Raises if --save holds checkpoints that this run does not continue.
 
     Raises:
-        ValueError: this run would replace another run's checkpoints, or newer ones of its own, once it reaches their iterations.
+        ValueError: this run would replace another run's checkpoints, or newer ones of its own, once it reaches their iterations;
+            or it would save inside of a checkpoint.
     """
+    if flags.save and named(flags.save)[1] is not None:
+        raise ValueError(f"--save {flags.save} is one checkpoint: name the directory above it, or another one.")
     tags = list_tags(flags.save) if flags.save else []
     if tags and (flags.finetune or not flags.is_saved_where_loaded):
         how = f"--load {flags.save}{' without --finetune' if flags.finetune else ''}"

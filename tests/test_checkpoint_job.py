@@ -281,6 +281,8 @@ def test_a_run_branches_from_one_checkpoint_and_goes_on_as_the_run_did(corpus, w
         again.stdout
     )
     refuse_to_replace(CheckpointConfig(load=f"{whole}/global_step12", save=str(whole)))  # the newest
+    with pytest.raises(ValueError, match="--save .*/global_step12 is one checkpoint: name the directory above it"):
+        refuse_to_replace(CheckpointConfig(load=f"{whole}/global_step12", save=f"{whole}/global_step12"))
 
 
 @pytest.mark.parametrize(
