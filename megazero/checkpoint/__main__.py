@@ -21,6 +21,7 @@ from megazero.checkpoint.importers.foreign import write_foreign
 from megazero.checkpoint.importers.huggingface import read_huggingface
 from megazero.checkpoint.importers.megatron import read_megatron
 from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.tags import named
 from megazero.logging import counted, log_to_stderr, prepare_output, printable, until_reader_leaves
 from megazero.optim.loss_scaler import DTYPES
 from megazero.option import Parser, flag_of, iterations_named
@@ -109,7 +110,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _ls(arguments: argparse.Namespace) -> int:
     path = Path(arguments.path)
-    is_checkpoint = arguments.tag is not None or (path / "index.json").is_file() or not path.is_dir()
+    is_checkpoint = named(path, arguments.tag)[1] is not None or not path.is_dir()
     lines = describe(open_checkpoint(path, arguments.tag)) if is_checkpoint else describe_directory(path)
     _say(*lines)
     return 0

@@ -100,6 +100,13 @@ def test_a_checkpoint_whose_save_died_between_its_renames_is_found_by_its_own_pa
     assert run(capsys, "verify", saved / TAG)[0] == 0
 
 
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_a_checkpoint_whose_folder_is_renamed_to_what_no_tag_may_be_is_told_why(saved, capsys, command):
+    shutil.copytree(saved / TAG, saved / ".mine")
+    assert main([command, str(saved / ".mine")]) == 2
+    assert "becomes the name of its directory; '.mine' cannot" in capsys.readouterr().err
+
+
 def test_ls_of_a_damaged_checkpoint_whose_save_died_between_its_renames(saved, capsys):
     (saved / TAG / "rank_00000.safetensors").unlink()
     (saved / TAG).rename(saved / f".{TAG}.replaced")

@@ -29,7 +29,9 @@ def locate(path: str | Path, tag: str | None = None) -> tuple[Path, str]:
         FileNotFoundError: there is no such checkpoint; the message names those that there are.
         ValueError: `tag` is given, and `path` is a checkpoint itself.
     """
-    path, tag = named(Path(path).resolve(), tag)
+    path, wanted = named(Path(path).resolve(), tag)
+    if tag is None and wanted is not None:
+        return path, wanted
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is no directory: name one that a job saves in, or a checkpoint in it.")
     wanted, there = latest_tag(path) if tag is None else tag, list_tags(path)
