@@ -11,6 +11,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -61,8 +62,9 @@ class Tokenizer(ABC):
         read = contents or [read_whole(Path(file)) for file in self.files]
         self.contents = dict(zip(self.file_names, read, strict=True))
 
-    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[type[Tokenizer], tuple[str, ...], tuple[bytes, ...]]]:
-        return _made_anew, (type(self), self.files, tuple(self.contents.values()))
+    def __reduce__(self) -> tuple[Callable[[], Tokenizer], tuple[()]]:
+        # Of the same vocabulary, also where its files have changed meanwhile.
+        return partial(type(self), *self.files, contents=tuple(self.contents.values())), ()
 
     @abstractmethod
     def encode_array(self, text: str) -> npt.NDArray[np.integer]:
@@ -299,11 +301,6 @@ def tokenizer_of(tokenizer_type: str, contents: Mapping[str, bytes], where: Path
     check_known("there is no --tokenizer-type", [tokenizer_type], TOKENIZER_TYPES)
     kind: type[Tokenizer] = _ONE_FILE.get(tokenizer_type, GPT2BPETokenizer)
     return kind(*(where / name for name in kind.file_names), contents=[contents[name] for name in kind.file_names])
-
-
-def _made_anew(kind: type[Tokenizer], files: tuple[str, ...], contents: tuple[bytes, ...]) -> Tokenizer:
-    """A pickled tokenizer's copy: of the same vocabulary, also where its files have changed meanwhile."""
-    return kind(*files, contents=contents)
 
 
 def refuse_other_vocabulary(tokenizer: Tokenizer, sha256: str, checkpoint: Path) -> None:
