@@ -25,10 +25,9 @@ from types import ModuleType
 from typing import Any
 
 from data_tools.documents import Document, dump
-from data_tools.inputs import list_inputs
 from data_tools.line_functions import DocumentLines, Dropped, Failed, Kept
 from data_tools.options import add_input_output, add_run_options, run_options
-from data_tools.shard_plan import plan_shards
+from data_tools.shard_plan import shards_of
 from data_tools.shards import run_lines
 from megazero.lines.jsonl import read_object
 
@@ -113,7 +112,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise FileNotFoundError(f"--function {args.function}: there is no file {path}")
     source = path.read_bytes()
     lines = OwnLines(path, source, name, args.json_key)
-    inputs = list_inputs(args.input, output=args.output)
-    shards = plan_shards(inputs, args.output, args.format, tables=[path], named=args.input)
+    _, shards = shards_of(args, tables=[path])
     settings = {"key": args.json_key, "function": name, "sha256": hashlib.sha256(source).hexdigest()}
     return run_lines("apply", shards, lines, settings, options)

@@ -27,10 +27,9 @@ from data_tools.dedup_minhash import VERSION
 from data_tools.dedup_signatures import Documents, SignatureFiles, same_content, similarity
 from data_tools.dedup_signing import sign
 from data_tools.done_marker import made_once, read_marker
-from data_tools.inputs import list_inputs
 from data_tools.line_functions import DocumentLines, unchanged
 from data_tools.options import RunOptions, add_input_output, add_run_options, run_options
-from data_tools.shard_plan import plan_shards
+from data_tools.shard_plan import shards_of
 from data_tools.shards import describe, run_lines
 from megazero.data.arrays import read_array
 from megazero.files import append_suffix, locked
@@ -61,9 +60,8 @@ def add_copy_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Removes copies, and returns the statistics."""
-    options, inputs = run_options(args), list_inputs(args.input, output=args.output)
+    options, (inputs, shards) = run_options(args), shards_of(args)
     search = CopySearch(args, inputs, options)
-    shards = plan_shards(inputs, args.output, args.format, named=args.input)
 
     @contextmanager
     def copies() -> Iterator[Copies]:

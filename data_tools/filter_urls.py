@@ -18,12 +18,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from data_tools.blacklists import DOMAINS, EXTENSIONS
-from data_tools.inputs import URL_FORMATS, list_inputs
+from data_tools.inputs import URL_FORMATS
 from data_tools.line_functions import Dropped, Kept
 from data_tools.optional import require
 from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.repeats import corpus_key, repeated_lines
-from data_tools.shard_plan import plan_shards
+from data_tools.shard_plan import shards_of
 from data_tools.shards import no_search, run_lines
 from megazero.lines.jsonl import decoded
 from megazero.texts import read_text
@@ -170,8 +170,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     options = run_options(args)
     domains = _read_list(args.domains, "--domains", _registered_domain) if args.domains else DOMAINS
     extensions = _read_list(args.extensions, "--extensions", _extension) if args.extensions else EXTENSIONS
-    inputs = list_inputs(args.input, URL_FORMATS, output=args.output)
-    shards = plan_shards(inputs, args.output, args.format, URL_FORMATS, named=args.input)
+    inputs, shards = shards_of(args, URL_FORMATS)
     settings = {
         "domains": sorted(domains),
         "extensions": sorted(extensions),

@@ -12,11 +12,10 @@ import argparse
 from functools import partial
 from typing import Any
 
-from data_tools.inputs import list_inputs
 from data_tools.line_functions import DocumentLines, Kept, unchanged
 from data_tools.options import add_input_output, add_run_options, run_options
 from data_tools.repeats import corpus_key, repeated_lines
-from data_tools.shard_plan import plan_shards
+from data_tools.shard_plan import shards_of
 from data_tools.shards import run_lines
 from megazero.lines.jsonl import name_of, read_object
 from megazero.lines.results import DUPLICATE_ID
@@ -50,8 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Merges, and returns the statistics."""
     options = run_options(args)
-    inputs = list_inputs(args.input, output=args.output)
-    shards = plan_shards(inputs, args.output, args.format, named=args.input)
+    inputs, shards = shards_of(args)
     settings = {
         "key": args.json_key,
         "id_key": args.id_key,

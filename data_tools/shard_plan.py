@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from data_tools.done_marker import marked_outputs
-from data_tools.inputs import OUTPUT_FORMATS, URL_FORMATS
+from data_tools.inputs import OUTPUT_FORMATS, URL_FORMATS, list_inputs
 from megazero.lines.compressed import uncompressed_name
 from megazero.lines.partial_shard import Shard
 
@@ -39,6 +40,17 @@ def names_file(output: str | Path, formats: Sequence[str] = OUTPUT_FORMATS) -> b
 def ending(path: Path, format: str | None, formats: Sequence[str] = OUTPUT_FORMATS) -> str:
     """How the name of what is made of `path` ends: as --format says, else as that of `path`, else the first of `formats`."""
     return format or output_format(path, formats) or formats[0]
+
+
+def shards_of(
+    args: Namespace, formats: Sequence[str] = OUTPUT_FORMATS, tables: Sequence[Path] = ()
+) -> tuple[list[Path], list[Shard]]:
+    """The inputs, and the shards that become of them, by --input, --output and --format.
+
+    Arguments and errors as of `list_inputs` and `plan_shards`.
+    """
+    inputs = list_inputs(args.input, formats, output=args.output)
+    return inputs, plan_shards(inputs, args.output, args.format, formats, tables, named=args.input)
 
 
 def plan_shards(

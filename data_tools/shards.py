@@ -18,10 +18,9 @@ from typing import Any
 
 from data_tools.documents import check_documents, document_blocks
 from data_tools.done_marker import check_made_here, marker_path, read_marker, write_marker
-from data_tools.inputs import list_inputs
 from data_tools.line_functions import DocumentFunction, DocumentLines, LineFunction, apply_to_block
 from data_tools.options import RunOptions, run_options
-from data_tools.shard_plan import output_format, plan_shards
+from data_tools.shard_plan import output_format, shards_of
 from megazero.files import append_suffix, locked, sync_folder
 from megazero.lines.contents import describe_files, key_of
 from megazero.lines.outputs import full_disk_named
@@ -56,8 +55,7 @@ def run_documents(
     Args:
         tables: other files that the function was made of, which are no more to be overwritten than inputs are.
     """
-    inputs = list_inputs(args.input, output=args.output)
-    shards = plan_shards(inputs, args.output, args.format, tables=tables, named=args.input)
+    _, shards = shards_of(args, tables=tables)
     lines = DocumentLines(function, args.json_key)
     return run_lines(step, shards, lines, {"key": args.json_key, **settings}, options or run_options(args))
 
