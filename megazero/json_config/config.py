@@ -11,6 +11,7 @@ import torch
 
 from megazero.json_config.schema import ALWAYS, IF_GIVEN, NO_EFFECT, OBEYED, REFUSED, describe, every_key, key
 from megazero.json_config.sections import (
+    DYNAMIC_SCALE_FIELDS,
     ActivationCheckpointingSection,
     AioSection,
     Bf16Section,
@@ -265,14 +266,8 @@ class JsonConfig:
         if section.loss_scale:
             return PrecisionConfig(fp16=True, loss_scale=section.loss_scale)
         with errors_of("fp16"):
-            return PrecisionConfig(
-                fp16=True,
-                initial_loss_scale=2.0**section.initial_scale_power,
-                loss_scale_window=section.loss_scale_window,
-                min_scale=section.min_loss_scale,
-                hysteresis=section.hysteresis,
-                consecutive_hysteresis=section.consecutive_hysteresis,
-            )
+            dynamic = {field: getattr(section, key) for key, field in DYNAMIC_SCALE_FIELDS.items()}
+            return PrecisionConfig(fp16=True, initial_loss_scale=2.0**section.initial_scale_power, **dynamic)
 
     def describe(self) -> str:
         """The effective configuration, one line per section, and which of the given keys have no effect."""

@@ -10,7 +10,7 @@ from megazero.json_config import DeepSpeedConfigError, JsonConfig, load_json_con
 from megazero.json_config.config import ZERO, ZERO_FIELDS
 from megazero.json_config.job_flags import BATCH_KEYS, PEAK_LR, STEPS_KEY, WARMUP_FIELDS, Flags
 from megazero.json_config.schema import ALWAYS, every_key
-from megazero.json_config.sections import CHECKPOINTING, CHECKPOINTING_FIELDS, OptimizerSection
+from megazero.json_config.sections import CHECKPOINTING, CHECKPOINTING_FIELDS, DYNAMIC_SCALE_FIELDS, OptimizerSection
 from megazero.mpu.groups import check_model_parallel_size
 from megazero.optim.lr_schedule import LRScheduleConfig
 
@@ -100,10 +100,7 @@ def _said(config: JsonConfig) -> list[tuple[str, str, Any]]:
         every += [
             ("fp16.loss_scale", "loss_scale", fp16.loss_scale),
             ("fp16.initial_scale_power", "initial_loss_scale", 2.0**fp16.initial_scale_power),
-            ("fp16.loss_scale_window", "loss_scale_window", fp16.loss_scale_window),
-            ("fp16.hysteresis", "hysteresis", fp16.hysteresis),
-            ("fp16.consecutive_hysteresis", "consecutive_hysteresis", fp16.consecutive_hysteresis),
-            ("fp16.min_loss_scale", "min_scale", fp16.min_loss_scale),
+            *((f"fp16.{key}", field, getattr(fp16, key)) for key, field in DYNAMIC_SCALE_FIELDS.items()),
         ]
     said = [entry for entry in every if entry[0] in config.given and entry[2] is not None]
     return said + (_said_of_adam(config.optimizer) if config.optimizer else [])

@@ -25,6 +25,14 @@ CHECKPOINTING_FIELDS = {
     "synchronize_checkpoint_boundary": "synchronize",
 }
 
+# The field of PrecisionConfig that corresponds to each key of the dynamic loss scale.
+DYNAMIC_SCALE_FIELDS = {
+    "loss_scale_window": "loss_scale_window",
+    "hysteresis": "hysteresis",
+    "consecutive_hysteresis": "consecutive_hysteresis",
+    "min_loss_scale": "min_scale",
+}
+
 
 @dataclass(frozen=True)
 class Fp16Section:
