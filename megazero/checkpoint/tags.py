@@ -92,7 +92,8 @@ def tag_at(path: Path) -> str:
 def checkpoint_path(directory: str | Path, tag: str) -> Path:
     """Where the checkpoint is: under its tag, unless a save of the same tag died before it had replaced it."""
     path, replaced = Path(directory) / tag, replaced_path(directory, tag)
-    return replaced if replaced.exists() and not (path / "index.json").exists() else path
+    is_there = os.path.exists(replaced)  # Path.exists raises for a name that is too long
+    return replaced if is_there and not (path / "index.json").exists() else path
 
 
 def named(path: str | Path, tag: str | None = None) -> tuple[Path, str | None]:

@@ -107,6 +107,11 @@ def test_a_checkpoint_whose_folder_is_renamed_to_what_no_tag_may_be_is_told_why(
     assert "becomes the name of its directory; '.mine' cannot" in capsys.readouterr().err
 
 
+def test_a_directory_whose_name_leaves_no_room_for_another_one_aside_is_one_that_a_job_saves_in(tmp_path):
+    longest = tmp_path / ("x" * 255)
+    assert CheckpointConfig(load=str(longest)).loaded == (longest, None)
+
+
 def test_ls_of_a_damaged_checkpoint_whose_save_died_between_its_renames(saved, capsys):
     (saved / TAG / "rank_00000.safetensors").unlink()
     (saved / TAG).rename(saved / f".{TAG}.replaced")
