@@ -59,7 +59,10 @@ class CheckpointConfig:
         directory, tag = named(self.load)
         if tag is None and step_of(directory.name) >= 0:
             there = listed(directory.parent)
-            raise ValueError(f"--load {self.load}: there is no such checkpoint. In {directory.parent} there {there}.")
+            raise ValueError(
+                f"--load {self.load}: there is no such checkpoint. In {directory.parent} there {there}. `python -m "
+                "megazero.checkpoint import` makes one of another system's."
+            )
         return directory, tag
 
     @property
