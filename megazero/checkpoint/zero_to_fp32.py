@@ -126,7 +126,7 @@ def _announce(reader: Reader, output: Path, names: Iterable[str]) -> None:
     try:
         print(f"Processing zero checkpoint at {reader.path.name}")
         stage, ranks = reader.index.get("zero_stage"), len(reader.files)
-        print(f"Detected checkpoint of type zero stage {stage}, world_size: {ranks}")
+        print(f"Detected checkpoint of type zero stage {stage!r}, world_size: {ranks}")
         print(f"Saving fp32 state dict to {output} (total_numel={total})", flush=True)
     except OSError:  # a full disk, or a reader that has left: no reason to give up. Python would fail again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -226,7 +226,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if shows_traceback:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        # Of what the checkpoint says, nothing commands the terminal.
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(error))
+        print(f"error: {text}", file=sys.stderr)
         return 2
     return 0
 

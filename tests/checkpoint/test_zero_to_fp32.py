@@ -305,6 +305,15 @@ def test_of_the_sizes_in_the_index_only_the_tensor_parallel_one_is_needed(tmp_pa
     assert "zero stage None, world_size: 4" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("key", "status"), [("zero_stage", 0), ("format", 2)])
+def test_what_a_checkpoint_says_does_not_command_the_terminal(tmp_path, capsys, key, status):
+    path = make(tmp_path / "saved", 1, 1).path / "index.json"
+    path.write_bytes(index_bytes({**json.loads(path.read_bytes()), key: "\x1b[2J"}))
+    assert main([str(tmp_path / "saved"), str(tmp_path / "model.safetensors")]) == status
+    said = "".join(capsys.readouterr())
+    assert r"\x1b[2J" in said and "\x1b" not in said
+
+
 def test_errors_name_what_is_missing(saved, tmp_path, capsys):
     folder, _ = saved
     with pytest.raises(ValueError, match="no file `latest`"):
