@@ -67,8 +67,8 @@ os.write(1, (json.dumps(shown) + "\\n").encode())  # one write, so that lines of
 
 
 def test_hostfile_with_comments_and_blank_lines():
-    text = "# all of them\n\nworker-0 slots=4\n  worker-1\tslots=8  # the big one\n"
-    assert parse_hostfile(text) == {"worker-0": 4, "worker-1": 8}
+    text = "# all of them\n\nworker-0 slots=4\n  worker_1.cluster\tslots=8  # the big one\n"
+    assert parse_hostfile(text) == {"worker-0": 4, "worker_1.cluster": 8}
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,7 @@ def test_hostfile_with_comments_and_blank_lines():
         ("worker-0 4", "hostfile line 1"),
         ("this is not a hostfile", "hostfile line 1"),
         ("-oProxyCommand=x slots=4", "hostfile line 1"),
+        ("-v slots=4", "hostfile line 1"),  # an option of ssh
         ("user@worker-0 slots=4", "belongs in ~/.ssh/config"),
         ("$(id) slots=4", "a host of letters, digits"),
         ("a;b slots=4", "a host of letters, digits"),
@@ -163,9 +164,11 @@ def test_other_nodes_get_the_settings_of_torch_and_of_what_carries_data(monkeypa
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
-    others = {"CUDA_VISIBLE_DEVICES": "3", "SECRET": "1", "MLFLOW_TRACKING_TOKEN": "1", "MLFLOW_TRACKING_PASSWORD": "1"}
-    for key, value in {**wanted, **others}.items():
+    secrets = ("TRACKING_TOKEN", "TRACKING_PASSWORD", "CRYPTO_KEK_PASSPHRASE", "TRACKING_CLIENT_KEY")
+    others = {"CUDA_VISIBLE_DEVICES": "3", "SECRET": "1"} | {f"MLFLOW_{name}": "1" for name in secrets}
+    for key, value in {**wanted, **others, "PYTHONHASHSEED": "1"}.items():
         monkeypatch.setenv(key, value)
+    (tmp_path / ".deepspeed_env").write_text("PYTHONHASHSEED=0\n")
     found = exported()
     assert wanted.items() <= found.items() and not {*others, "HOME"} & found.keys()
 
