@@ -362,6 +362,7 @@ def test_flags_that_are_always_so_are_accepted():
         ("--train-iters 1000000000000", "--train-iters must be at most 1,000,000,000, got"),
         ("--num-workers 100000", "--num-workers must be at most 256, got 100000"),
         ("--seq-length 1000000000000", "--seq-length 1000000000000 is longer than --max-position-embeddings 512"),
+        ("--phase-transition-iterations 9 0", "--phase-transition-iterations 9 0: iterations count from 1"),
         ("--rampup-batch-size 4 4", "--rampup-batch-size 4 4: give three numbers of at least 1"),
         ("--exit-duration-in-mins 0", "--exit-duration-in-mins must be above 0, got 0"),
         (
