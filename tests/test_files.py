@@ -204,6 +204,11 @@ def test_a_link_in_the_place_of_a_lock_is_refused_and_what_it_leads_to_left_alon
     assert mine.read_text() == "text"
 
 
+def test_a_lock_that_cannot_be_opened_is_not_called_a_link(tmp_path):
+    with pytest.raises(IsADirectoryError, match="Is a directory"):
+        locked(tmp_path).__enter__()
+
+
 def test_lock_file_that_an_smb_share_keeps_while_it_is_open_is_locked_by_who_comes_next(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "unlink", failing(errno.EBUSY))
     for _ in range(2):
