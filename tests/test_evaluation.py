@@ -78,7 +78,7 @@ def naive_nats(plain, stream, seq_length, stride):
 @torch.no_grad()
 def perplexity_case(model_parallel_size):
     model, plain, groups = same_model(model_parallel_size)
-    for length, seq_length, stride in ((30, 7, 3), (6, 9, 9), (23, 11, 11)):
+    for length, seq_length, stride in ((30, 7, 3), (6, 9, 9), (23, 11, 11), (2, 7, 3)):
         assert_perplexity_of_a_random_stream(model, plain, groups, length, seq_length, stride)
 
 
@@ -104,6 +104,13 @@ def assert_perplexity_of_a_random_stream(model, plain, groups, length, seq_lengt
 @pytest.mark.parametrize(("world_size", "model_parallel_size"), [(1, 1), (2, 2), (3, 1), (4, 2)])
 def test_perplexity_equals_predicting_each_token_alone(world_size, model_parallel_size):
     run_ranks(world_size, perplexity_case, model_parallel_size)
+
+
+@pytest.mark.parametrize(("tokens", "found"), [([], "0 tokens"), ([1], "1 token")])
+def test_a_stream_of_which_nothing_is_predicted_is_refused(tokens, found):
+    settings = {"seq_length": 7, "overlapping_eval": 7, "batch_size": 1, "groups": None, "original_word_count": None}
+    with pytest.raises(ValueError, match=f"the text has {found}; perplexity needs at least 2"):
+        sliding_window_perplexity(None, tokens, **settings)
 
 
 def test_perplexity_is_not_capped():
@@ -425,6 +432,7 @@ def test_a_continuation_keeps_the_space_that_it_begins_with(tmp_path):
         ("a 1 @,@ 000 @.@ 5 mid @-@ air one", "a 1,000.5 mid-air one"),
         ("He came , saw ; and won : all . Yes !", "He came, saw; and won: all. Yes !"),
         ("It ( the dog ) is [ sic ] here", "It (the dog) is [sic] here"),
+        ("a { set } or ' map ' of", "a {set} or 'map' of"),
         ('he said " no way " twice', 'he said "no way" twice'),
         (" \n = = = Early life = = = \n Born", "\n=== Early life ===\nBorn"),
         ("the dog 's bone", "the dog's bone"),
