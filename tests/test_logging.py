@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.logging import PrintableFormatter, setup_logging
+from megazero.logging import PrintableFormatter, _Formatter, setup_logging
 
 LOG = """
 import logging
@@ -52,9 +52,17 @@ def test_a_log_that_cannot_be_written_is_one_line_and_a_wrong_call_keeps_its_tra
     assert rest[0] == "--- Logging error ---" and done.stderr.count("Traceback") == 1 and "TypeError" in done.stderr
 
 
-def test_a_line_of_the_log_does_not_command_the_terminal():
-    record = logging.makeLogRecord({"msg": "%s", "args": ("a\x1b[2J\x9b\u202eb\r\u2066\n\tcé\u200f中 \U0001f600",)})
-    assert PrintableFormatter().format(record) == r"a\x1b[2J\x9b\u202eb\r\u2066" + "\n\tcé\u200f中 \U0001f600"
+@pytest.mark.parametrize("formatter", [PrintableFormatter(), _Formatter(rank=0)])
+def test_a_line_of_the_log_does_not_command_the_terminal(formatter):
+    text = "a\x00\x1b[2J\x7f\x9b\u202eb\r\u2066\n\tcé\u200f中 \U0001f600"
+    record = logging.makeLogRecord({"msg": "%s", "args": (text,), "levelno": logging.INFO})
+    assert formatter.format(record) == r"a\x00\x1b[2J\x7f\x9b\u202eb\r\u2066" + "\n\tcé\u200f中 \U0001f600"
+
+
+def test_the_log_of_a_command_goes_to_standard_error_and_does_not_command_the_terminal():
+    code = "import logging; from megazero.logging import log_to_stderr; log_to_stderr(); logging.info('a\\x1b[2Jb')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("", "a\\x1b[2Jb\n")
 
 
 @pytest.mark.parametrize(
