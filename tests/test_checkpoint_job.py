@@ -135,6 +135,11 @@ def test_the_samples_of_iterations_are_what_the_ranks_were_fed(corpus, tmp_path,
         expected = [line for i in iterations for of in fed for line in of if int(line.split(None, 1)[0]) == i]
         shown = re.split(r"^--- iteration (\d+), sample .*\n", capsys.readouterr().out, flags=re.MULTILINE)[1:]
         assert expected == [f"{i} {text[:-1]!r}" for i, text in zip(shown[::2], shown[1::2], strict=True)]
+    end = 5 if "--phase-transition-iterations" in more else 12
+    command = ["samples", str(save), "--tag", f"global_step{spans[0][2]}", "--iterations"]
+    assert checkpoint_command([*command, str(end + 1)]) == 2
+    assert f"or its phase, ends before iteration {end + 1}, with" in capsys.readouterr().err
+    command.append("1")
     for data in (blend[2:5:2], ["0.4", blend[2], "0.6", path]):  # the same corpora, without or with other weights
         assert checkpoint_command([*command, "--train-data", *data]) == 2
         assert "are not those of the run of" in capsys.readouterr().err
@@ -200,6 +205,23 @@ def test_iterations_that_are_none_of_the_run_are_refused(whole, capsys, monkeypa
     monkeypatch.setattr(samples, "client_state", lambda reader: client)
     assert checkpoint_command(["samples", str(whole), "--iterations", iterations]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_iterations_of_a_phase_are_counted_from_its_own_first_batch(whole):
+    """Before it, the run's batch may have been another."""
+    client = {**client_state(Reader(whole)), "phase": (8, 20), "consumed_samples": 20 + 4 * 4}
+    for iteration in (9, 12, 13):
+        first = 4 * (iteration - 9)
+        assert samples.samples_of(client, iteration, Reader(whole)) == range(first, first + 4)
+
+
+@pytest.mark.parametrize(("saved", "corpora"), [((3, 12), None), ((8, 30), ["of the phase"])])
+def test_a_phase_that_begins_forgets_the_order_of_the_one_before_and_one_that_goes_on_keeps_its_own(saved, corpora):
+    training = SimpleNamespace(phase_begun=lambda iteration: 8)
+    job = SimpleNamespace(config=SimpleNamespace(training=training), iteration=8, consumed_samples=32)
+    job.corpora = job.shuffled_epochs = ["of the phase"]
+    job_checkpoints._enter_phase(job, saved)
+    assert (job.phase, job.corpora, job.shuffled_epochs) == ((8, 30) if corpora else (8, 32), corpora, corpora)
 
 
 FULL_DISK = """
