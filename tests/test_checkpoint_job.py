@@ -345,6 +345,13 @@ def test_weights_to_start_over_from_need_data_before_the_ranks_start(corpus, tmp
         pretrain_gpt2.check(1)
 
 
+def test_the_type_of_the_tokenizer_is_that_of_the_checkpoint_unless_flags_name_another(whole, monkeypatch):
+    monkeypatch.setattr(pretrain_gpt2, "job_tokenizer", lambda _: SimpleNamespace(name="HuggingFaceTokenizer"))
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt2.py", *TINY_MODEL, "--load", str(whole)])
+    config, _ = pretrain_gpt2.check(1)
+    assert config.data.tokenizer_type == "HuggingFaceTokenizer"
+
+
 UNCHECKED = """
 import pretrain_gpt2
 from megazero.entry import run_script
