@@ -443,6 +443,24 @@ def test_a_scripts_own_state_is_not_taken_for_the_jobs(caplog):
     assert "the checkpoint was imported: the samples after its 12 are" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ({}, []),
+        ({"make_model": "a.make"}, ["not as in the run that saved the checkpoint: make_model a.make -> mup.make"]),
+    ],
+)
+def test_another_function_that_makes_the_model_is_said(corpus, caplog, saved, said):
+    caplog.set_level("INFO")
+    config = load_config([*TINY_MODEL, *corpus])
+    job = SimpleNamespace(
+        config=config, groups=SimpleNamespace(data_parallel_size=1), corpora=None, consumed_in_phase=4
+    )
+    job.made_by, job.iteration = "mup.make", 4
+    job_checkpoints._say_what_changed(job, {"train_samples": 8, "config": asdict(config), **saved})
+    assert caplog.messages == said
+
+
 def test_a_flag_that_makes_another_model_is_named_as_it_is_given(monkeypatch):
     monkeypatch.setattr("megazero.model.config.UNSEEN_IN_SHAPES", ("compile",))  # as if it did
     saved = GPT2Config()
