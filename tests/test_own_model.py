@@ -185,19 +185,23 @@ def test_the_pages_evaluation_of_a_changed_model_has_the_jobs_own_loss_and_other
     assert "mup.make_model made the model" in caplog.text
 
 
+MADE = type("Made", (), {"__module__": "__main__"})
+
+
 @pytest.mark.parametrize(
-    ("function", "name"),
+    ("function", "script", "name"),
     [
-        (partial(pretrain_gpt2.make_model), OF_GPT2),
-        (Reader.close, "megazero.checkpoint.reader.Reader.close"),
-        (SimpleNamespace(), "types.SimpleNamespace"),
-        (type("Made", (), {"__module__": "__main__"}), "__main__.Made"),  # as in a notebook, which is no file
+        (partial(pretrain_gpt2.make_model), "mup.py", OF_GPT2),
+        (Reader.close, "mup.py", "megazero.checkpoint.reader.Reader.close"),
+        (SimpleNamespace(), "mup.py", "types.SimpleNamespace"),
+        (MADE, "folder/mup.py", "mup.Made"),
+        (MADE, None, "__main__.Made"),  # in a notebook
     ],
 )
 def test_a_partial_is_named_for_its_function_a_method_with_its_class_and_an_object_for_its_class(
-    monkeypatch, function, name
+    monkeypatch, function, script, name
 ):
-    monkeypatch.delattr("__main__.__file__", raising=False)
+    monkeypatch.setattr("__main__.__file__", script, raising=False)
     assert name_of(function) == name
 
 
