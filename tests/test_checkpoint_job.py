@@ -68,9 +68,12 @@ def test_a_run_that_was_rewound_goes_on_from_there_bit_for_bit(corpus, whole, tm
     shutil.copytree(whole, save)
     before = files(save)
     assert checkpoint_command(["rewind", str(save), "--tag", "global_step4"]) == 0
+    refuse_to_replace(CheckpointConfig(load=f"{save}/global_step4", save=str(save)))  # what it replaces was given up
     done = job(corpus, save)
     assert done.returncode == 0 and "continuing after iteration 4," in done.stdout, done.stdout
     assert files(save) == before and (save / "latest").read_text() == "global_step12"
+    (save / "latest").unlink()  # so the newest counts
+    refuse_to_replace(CheckpointConfig(load=f"{save}/global_step12", save=str(save)))
 
 
 def test_saving_in_the_background_writes_the_same_bytes_and_the_end_waits(corpus, whole, tmp_path):
@@ -338,8 +341,9 @@ def test_a_save_that_cannot_be_written_is_refused_before_the_ranks_start(tmp_pat
 def test_weights_to_start_over_from_need_data_before_the_ranks_start(corpus, tmp_path, monkeypatch):
     (tmp_path / "global_step3").mkdir()
     (tmp_path / "global_step3" / "index.json").touch()
-    monkeypatch.setattr("sys.argv", ["pretrain_gpt2.py", *FLAGS, *corpus[2:], "--load", str(tmp_path)])
-    pretrain_gpt2.check(1)  # what it continues may be over
+    for load in (tmp_path / "global_step3", tmp_path):
+        monkeypatch.setattr("sys.argv", ["pretrain_gpt2.py", *FLAGS, *corpus[2:], "--load", str(load)])
+        pretrain_gpt2.check(1)  # what it continues may be over
     monkeypatch.setattr("sys.argv", [*sys.argv, "--finetune"])
     with pytest.raises(ValueError, match="The training split is empty: give --train-data"):
         pretrain_gpt2.check(1)
