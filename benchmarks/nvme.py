@@ -83,7 +83,7 @@ class Way:
         self.buckets = build_buckets(plans, comm.Channel(groups.data), zero, homes)
         settings = [{**group, "lr": 1e-3} for group in settings]
         factory = OptimizerConfig().factory()
-        self.optimizer = BucketOptimizer(self.buckets, factory, settings, True, LossScaler(), 1.0, zero)
+        self.optimizer = BucketOptimizer(self.buckets, factory, settings, groups, {}, LossScaler(), 1.0, zero)
         self.numel = sum(bucket.owned_numel for bucket in self.buckets)
 
     def turn(self, gradients: list[Tensor]) -> float:

@@ -26,7 +26,6 @@ from megazero.mpu.parallel_module import ParallelModule
 from megazero.mpu.partition import partitions
 from megazero.mpu.sequence_mappings import sequence_channel
 from megazero.optim.loss_scaler import LossScaler
-from megazero.optim.muon import Muon
 from megazero.optim.optimizers import OptimizerFactory
 from megazero.zero import access
 from megazero.zero.build import build_buckets, dissolve, leave
@@ -36,7 +35,6 @@ from megazero.zero.homes import Homes
 from megazero.zero.hooks import uncompiled
 from megazero.zero.model_watch import ModelWatch
 from megazero.zero.optimizer import BucketOptimizer, idle_optimizer
-from megazero.zero.orthogonal import Orthogonal
 from megazero.zero.param_groups import matrices_of, weight_decay_groups
 from megazero.zero.placement import Placement, placed
 from megazero.zero.replicas import Replicas
@@ -164,7 +162,8 @@ class Engine:
                 self.buckets,
                 optimizer_factory or idle_optimizer,
                 group_settings,
-                counts_replicated=groups.model_parallel_rank == 0,
+                groups,
+                cuts,
                 loss_scaler=loss_scaler or LossScaler(),
                 clip_grad=clip_grad,
                 zero=self.zero,
@@ -175,8 +174,6 @@ class Engine:
         try:
             self._optimizer, lr_schedule = comm.together(make_optimizer)
             refuse_other_optimizers(self._optimizer.torch_optimizer)
-            if isinstance(self._optimizer.torch_optimizer, Muon):
-                self._optimizer.attributes["orthogonalize"] = Orthogonal(self._optimizer, cuts, groups.model)
         except BaseException:  # from the caller's optimizer or schedule
             leave(self.buckets)
             raise

@@ -8,7 +8,7 @@ the torch optimizer, or on the host by a kernel of `optim.adam_kernels`. Each fi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,15 +16,18 @@ import torch
 from torch import Tensor
 
 from megazero import comm
+from megazero.mpu.groups import ParallelGroups
+from megazero.mpu.partition import Partition
 from megazero.optim.adam_kernels import TORCH_ADAMS, AdamSettings
 from megazero.optim.cpu_adam import CPUAdam, HybridAdam
 from megazero.optim.fused_adam import FusedAdam
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.muon import Muon
-from megazero.optim.optimizers import TORCH_ELEMENTWISE
+from megazero.optim.optimizers import TORCH_ELEMENTWISE, OptimizerFactory
 from megazero.zero.background import BackgroundUpdate, DelayedUpdate, OverlappedUpdate
 from megazero.zero.bucket import Bucket
 from megazero.zero.config import ZeroConfig
+from megazero.zero.orthogonal import Orthogonal
 from megazero.zero.sliced import SlicedOptimizer
 from megazero.zero.update import Update
 
@@ -80,7 +83,7 @@ class BucketOptimizer(SlicedOptimizer):
     Args:
         factory: makes the torch optimizer from a list of parameter-group dicts.
         group_settings: for each parameter group, its options other than "params" (weight_decay, ...).
-        counts_replicated: whether this rank's part of the norm includes parameters that all tensor-parallel ranks hold.
+        groups, cuts: the parallel groups, and how parameters are cut over the tensor-parallel ranks, by name.
         clip_grad: gradients are scaled so that their global norm is at most this; 0 turns clipping off.
         zero: says whether new weights may come late (`overlap_param_gather`), and updates on the host go on during the next
             forward (`overlaps_update`) or step (`delays_update`).
@@ -91,21 +94,22 @@ class BucketOptimizer(SlicedOptimizer):
         scales_itself: torch's fused kernel scales gradients in the pass that it makes anyway.
 
     Raises:
-        ValueError: the optimizer is not known to be elementwise, or not fit for updates as `zero` asks for them.
+        ValueError: as in `Orthogonal`; or the optimizer is not known to be elementwise, or not fit for updates as `zero` asks.
     """
 
     def __init__(
         self,
         buckets: list[Bucket],
-        factory: Callable[[Iterable[Any]], torch.optim.Optimizer],
+        factory: OptimizerFactory,
         group_settings: list[dict[str, Any]],
-        counts_replicated: bool,
+        groups: ParallelGroups,
+        cuts: Mapping[str, Partition],
         loss_scaler: LossScaler,
         clip_grad: float,
         zero: ZeroConfig,
         allow_untested: bool = False,
     ) -> None:
-        self.counts_replicated = counts_replicated
+        self._counts_replicated = groups.model_parallel_rank == 0  # in the norm: what all tensor-parallel ranks hold
         self.loss_scaler = loss_scaler
         self.clip_grad = clip_grad
         self._overlaps_param_gather, self._overlaps_update = zero.overlap_param_gather, zero.overlaps_update
@@ -121,6 +125,8 @@ class BucketOptimizer(SlicedOptimizer):
             refuse_untested(self.torch_optimizer)
         if isinstance(self.torch_optimizer, CPUAdam):
             self.attributes["on_any_device"] = True  # a part of O may stay on the device, or come to it
+        if isinstance(self.torch_optimizer, Muon):
+            self.attributes["orthogonalize"] = Orthogonal(self, cuts, groups.model)
         is_fused = all(group.get("fused") for group in self.param_groups)
         self.scales_itself = type(self.torch_optimizer) in TORCH_ADAMS and is_fused
         self.refuse_unfit_updates(delayed=zero.delays_update)
@@ -301,7 +307,7 @@ class BucketOptimizer(SlicedOptimizer):
         """
         device, gradients = self.buckets[0].device, [bucket.gradient for bucket in self._trained]
         portions = [portion for gradient in gradients for portion in gradient.norms()]
-        norms = [norm for span, norm in portions if self.counts_replicated or not span.is_replicated]
+        norms = [norm for span, norm in portions if self._counts_replicated or not span.is_replicated]
         total = torch.zeros((), dtype=torch.float64, device=device)
         if norms:  # all buckets' means are over the same group
             total = torch.stack(_brought(norms, device)).double().square().sum() * gradients[0].to_mean ** 2
@@ -315,7 +321,7 @@ class BucketOptimizer(SlicedOptimizer):
         # Sorted, as tensor-parallel ranks may share buckets differently.
         segments = sorted((s for g in gradients for s in g.layout.segments), key=attrgetter("name"))
         none = torch.zeros((), device=device)
-        counts = [self.counts_replicated or not segment.is_replicated for segment in segments]
+        counts = [self._counts_replicated or not segment.is_replicated for segment in segments]
         norms = [found.get(s.name, none) if is_mine else none for s, is_mine in zip(segments, counts, strict=True)]
         squares = torch.stack(_brought(norms, device)).double().square() * gradients[0].to_mean ** 2
         means = (comm.all_reduced(squares, comm.world()).sqrt() / self.cur_scale).float().cpu().tolist()

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megazero import comm
 from megazero.logging import some
-from megazero.optim.optimizers import TORCH_ELEMENTWISE
+from megazero.optim.optimizers import TORCH_ELEMENTWISE, OptimizerFactory
 from megazero.zero.bucket import MASTER, Bucket, Tile
 from megazero.zero.home import Vector
 from megazero.zero.layout import NO_GROUP, Segment, Span
@@ -83,7 +83,7 @@ class SlicedOptimizer:
     def __init__(
         self,
         buckets: list[Bucket],
-        factory: Callable[[Iterable[Any]], torch.optim.Optimizer],
+        factory: OptimizerFactory,
         group_settings: list[dict[str, Any]],
     ) -> None:
         self.buckets = buckets
