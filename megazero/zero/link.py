@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,27 +28,14 @@ MOST_TO_DEVICE = 3  # shards that come ahead have their memory already
 OUTBOX_BUFFERS = 2  # one is filled while the other is sent
 
 
-class CopyStream(Protocol):
-    """A queue of a device's work, separate from the computing stream. Tests supply their own."""
-
-    def start(self, work: Callable[[], object]) -> Any:
-        """Queues what `work` issues, after all that the computing stream was given so far; returns the point after it."""
-
-    def hold_back(self, event: Any) -> None:
-        """Makes whatever the computing stream is given from now on wait for the point `event`."""
-
-    def wait(self, event: Any) -> None:
-        """Returns when everything before the point `event` is done."""
-
-
 class CudaCopyStream:
-    """A CUDA stream. The computing stream is the caller's current stream."""
+    """A queue of a device's work, separate from the computing stream, which is the caller's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def start(self, work: Callable[[], object]) -> torch.cuda.Event:
-        """See `CopyStream.start`."""
+        """Queues what `work` issues, after all that the computing stream was given so far; returns the point after it."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         try:
             with torch.cuda.stream(self._stream):
@@ -62,12 +48,12 @@ class CudaCopyStream:
         return event
 
     def hold_back(self, event: torch.cuda.Event) -> None:
-        """See `CopyStream.hold_back`."""
+        """Makes whatever the computing stream is given from now on wait for the point `event`."""
         torch.cuda.current_stream(self._stream.device).wait_event(event)
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """See `CopyStream.wait`. Works in any thread: a new thread is on the first device, and would start CUDA there."""
-        with torch.cuda.device(self._stream.device):
+        """Returns when everything before the point `event` is done."""
+        with torch.cuda.device(self._stream.device):  # a new thread is on the first one, and would start CUDA there
             event.synchronize()
 
 
@@ -82,8 +68,8 @@ class Crossing:
 
     def __init__(
         self,
-        stream: CopyStream,
-        event: Any,
+        stream: CudaCopyStream,
+        event: torch.cuda.Event,
         on_device: Sequence[Tensor],
         on_host: Sequence[Tensor],
         then: Callable[[], None],
@@ -122,7 +108,7 @@ class Way:
         most: most crossings under way at a time; before one more, the host waits for the oldest.
     """
 
-    def __init__(self, stream: CopyStream, most: int) -> None:
+    def __init__(self, stream: CudaCopyStream, most: int) -> None:
         self._stream, self._most = stream, most
         self._under_way: deque[Crossing] = deque()
         weakref.finalize(self, _wait_for_all, self._under_way).atexit = False
@@ -215,8 +201,8 @@ class Link:
     outbox: Outbox
 
     @classmethod
-    def over(cls, device: torch.device, streams: tuple[CopyStream, CopyStream], pin: bool = False) -> Link:
-        """The link to `device` over two streams: the first to it, the second from it."""
+    def over(cls, device: torch.device, streams: tuple[CudaCopyStream, CudaCopyStream], pin: bool = False) -> Link:
+        """The link to `device` over two streams, the first to it and the second from it; tests give their own."""
         to_device = Way(streams[0], MOST_TO_DEVICE)
         return cls(device, to_device, Way(streams[1], MOST_TO_HOST), Outbox(to_device, pin))
 
