@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megazero import comm
 from megazero.comm import Work
+from megazero.comm.lane import Finished
 from megazero.mpu.partition import Partition
 from megazero.optim.muon import orthogonalized, rate_factor
 from megazero.zero.bucket import Bucket
@@ -77,8 +78,7 @@ class Orthogonal:
         for bucket in buckets:
             assert coming is not None
             (whole, work), coming = coming, next(gathers, None)
-            if work is not None:
-                work.wait()
+            work.wait()
             self._work_on(bucket, whole, loads)
             if leaving is not None:
                 self._take(*leaving)
@@ -89,13 +89,13 @@ class Orthogonal:
     def _pieces(self, bucket: Bucket) -> list[Slice]:
         return [p for p in self._optimizer.slices_of[bucket] if p.is_trained and self._is_muons(p.span)]
 
-    def _gather(self, bucket: Bucket) -> tuple[Tensor, Work | None]:
+    def _gather(self, bucket: Bucket) -> tuple[Tensor, Work]:
         whole = torch.zeros(bucket.layout.numel, dtype=torch.bfloat16, device=bucket.device)
         for piece in self._pieces(bucket):
             assert piece.master.grad is not None
             whole[piece.span.start : piece.span.stop].copy_(piece.master.grad, non_blocking=True)
         if not bucket.sharding.optimizer:
-            return whole, None  # every rank has all directions
+            return whole, Finished()  # every rank has all directions
         return whole, bucket.channel.all_gather_(whole, bucket.name)
 
     def _work_on(self, bucket: Bucket, whole: Tensor, loads: list[tuple[int, int]]) -> None:
