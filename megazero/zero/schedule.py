@@ -100,7 +100,7 @@ class Schedule:
                 self._before_forward(module, partial(self._await, self._of_unit[ROOT]))
             for unit, (names, following) in zip(units, pairwise([*self._names_in, {}]), strict=True):
                 self._before_forward(unit, partial(self._await, list(names), following))
-        if any(bucket.sharding.gradients for bucket in buckets):
+        if zero.sharding.gradients:
             for index, unit in enumerate(units):
                 watch = Hook(lambda _, *inputs, index=index: self._runs.watch_inputs(index, inputs))
                 self._handles.append(unit.register_forward_pre_hook(watch, with_kwargs=True, prepend=True))
