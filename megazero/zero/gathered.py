@@ -67,7 +67,7 @@ class GatheredParameters:
         self.buckets = list(self._names)
         if modifier_rank is None:  # whole parameters can be read at any time
             self.buckets = [bucket for bucket in self.buckets if bucket.sharding.parameters]
-        if self.buckets and modifier_rank is not None and not 0 <= modifier_rank < self.buckets[0].channel.num_ranks:
+        elif self.buckets and not 0 <= modifier_rank < self.buckets[0].channel.num_ranks:
             raise ValueError(
                 f"GatheredParameters(modifier_rank={modifier_rank}): the data-parallel group has ranks 0 to "
                 f"{self.buckets[0].channel.num_ranks - 1}."
