@@ -113,8 +113,9 @@ class Transfer:
             if self._error is None:
                 request()
         except BaseException as error:
-            return self.request_ended(error)
-        return self.request_ended(None)
+            self.request_ended(error)
+        else:
+            self.request_ended(None)
 
     def request_ended(self, error: BaseException | None) -> None:
         """One of the requests has ended, with `error` or well; the last one ends the transfer."""
