@@ -13,6 +13,7 @@ from pathlib import Path
 if __name__ == "__main__":  # imports take seconds; Ctrl-C should end them without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import numpy as np
 import torch
 
 from megazero import comm
@@ -134,6 +135,7 @@ def main(request: Request) -> None:
     model, _ = load_model(request.config, request.trained)
     for batch in request.batches():
         prompts = request.prompts[batch]
+        stream = np.random.SeedSequence(sampling.seed, spawn_key=(batch.start,))  # no batch of any seed has another's
         outputs = generate(
             model,
             prompts,
@@ -142,7 +144,7 @@ def main(request: Request) -> None:
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             eod=tokenizer.eod,
-            seed=(sampling.seed + batch.start) % 2**64,  # another one for each batch, whose rows would draw alike
+            seed=int(stream.generate_state(1, np.uint64)[0]),
             is_over=partial(has_stop, tokenizer, sampling.stop, prompts) if sampling.stop else None,
             vocab_size=tokenizer.vocab_size,
         )

@@ -584,7 +584,12 @@ def test_continuations_are_computed_in_batches_and_a_long_prompt_cuts_no_other(w
     generate_samples.main(request)
     assert [rows for rows, _, _ in drawn] == [2, 2, 1] * 3
     assert [tokens for _, tokens, _ in drawn[::3]] == [20, 32 - len(request.prompts[5]), 20]
-    assert len({seed for _, _, seed in drawn}) == len(drawn), "batches would draw the same samples"
+    first = drawn.copy()
+    generate_samples.main(request)
+    assert drawn == first * 2, "the same seed gives the same samples"
+    sampling = replace(request.sampling, seed=request.sampling.seed + request.sampling.batch_size)
+    generate_samples.main(replace(request, sampling=sampling))
+    assert len({seed for _, _, seed in drawn}) == 2 * len(first), "batches, or two seeds, would draw the same samples"
 
 
 def test_json_lines_of_prompts_become_lines_with_tokens_and_their_probabilities(
