@@ -192,7 +192,7 @@ REFUSED = {
     "--dataloader-type": "samples are always shuffled, by --seed",
     "--mock-data": "python -m data_tools sample_corpus makes a corpus to try things on",
     "--valid-data-path": "use --valid-data",
-    "--full-validation": "give --eval-iters as many batches as the validation data has",
+    "--full-validation": "give --eval-iters as many batches as the validation data has; the log counts its samples",
     "--multiple-validation-sets": "name the sets: --valid-data code=data/a web=data/b",
     "--tokenizer-model": "use --tokenizer-path",
     "--skip-train": "use evaluate_gpt2.py",

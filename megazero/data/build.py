@@ -15,7 +15,7 @@ import numpy as np
 from megazero.data.blend import BlendedDataset, BlendOrder
 from megazero.data.corpora import Corpus, find_corpora, find_sets, has_split_off
 from megazero.data.gpt2_dataset import GPT2Dataset
-from megazero.data.gpt2_index import num_epochs, parse_split, split_ranges
+from megazero.data.gpt2_index import num_epochs, parse_split, samples_of, split_ranges
 from megazero.data.indexed_dataset import IndexedDataset
 from megazero.data.sidecar import check_tokenizer
 from megazero.data.sources import Sources
@@ -205,12 +205,13 @@ def _dataset(
     most_first = sorted(zip(epochs, opened, strict=True), key=lambda each: -each[0])
     logger.log(
         logging.WARNING if min(tokens) <= config.seq_length else logging.INFO,
-        "%s: %s, %d tokens, %s of %d tokens asked for: %s",
+        "%s: %s, %d tokens, %s of %d tokens, %d asked for: %s",
         name,
         counted(sum(stop - start for start, stop in ranges), "document"),
         sum(tokens),
-        counted(samples, "sample"),
+        counted(sum(samples_of(1, own, config.seq_length) for own in tokens), "sample"),
         config.seq_length,
+        samples,
         some([f"{counted(count, 'epoch')} of {source.prefix}" for count, source in most_first], 8),
         extra=ALIKE,
     )

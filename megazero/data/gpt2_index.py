@@ -82,13 +82,13 @@ def shuffled_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) ->
     With the seed, these are all that the order of the samples depends on.
     """
     epochs = num_epochs(tokens_per_epoch, seq_length, num_samples)
-    before_last = _samples_of(epochs - 1, tokens_per_epoch, seq_length)
-    per_epoch = _samples_of(1, tokens_per_epoch, seq_length)
+    before_last = samples_of(epochs - 1, tokens_per_epoch, seq_length)
+    per_epoch = samples_of(1, tokens_per_epoch, seq_length)
     is_last_apart = epochs > 1 and num_samples - before_last < int(_WHOLE_EPOCH_SHARE * per_epoch)
     return (epochs - 1, 1) if is_last_apart else (epochs, 0)
 
 
-def _samples_of(epochs: int, tokens_per_epoch: int, seq_length: int) -> int:
+def samples_of(epochs: int, tokens_per_epoch: int, seq_length: int) -> int:
     """Samples that end within so many epochs: each needs one token more than its length."""
     return (epochs * tokens_per_epoch - 1) // seq_length
 
@@ -124,14 +124,14 @@ def build_index(
     start, stop = documents
     tokens_per_epoch = int(sizes[start:stop].sum(dtype=np.int64))
     together, apart = shuffled_epochs(tokens_per_epoch, seq_length, num_samples)
-    samples = _samples_of(together + apart, tokens_per_epoch, seq_length)
+    samples = samples_of(together + apart, tokens_per_epoch, seq_length)
 
     random = np.random.RandomState(seed)  # the one source, consumed in this order: documents, then samples
     doc_idx = np.concatenate(
         [_shuffled_documents(start, stop, epochs, random) for epochs in (together, apart) if epochs]
     )
     sample_idx = build_sample_idx(sizes[doc_idx], seq_length, samples)
-    shuffle_idx = _shuffled_samples(_samples_of(together, tokens_per_epoch, seq_length), samples, random)
+    shuffle_idx = _shuffled_samples(samples_of(together, tokens_per_epoch, seq_length), samples, random)
     return GPT2Index(doc_idx, sample_idx, shuffle_idx)
 
 

@@ -157,13 +157,14 @@ def test_every_run_says_how_often_each_corpus_is_read_in_one_line_for_each_set(c
         train, valid, _ = build(tokenizer, train_data=["1", a, "3", b], split="8,2", num_samples=(4000, 8, 0))
         said = [record for record in caplog.records if "asked for" in record.message]
         tokens = sum(d.tokens_per_epoch for d in train.datasets)
+        samples = sum((d.tokens_per_epoch - 1) // 8 for d in train.datasets)
         epochs = [
             -(-(count * 8 + 1) // d.tokens_per_epoch) for count, d in zip((1000, 3000), train.datasets, strict=True)
         ]
         of_corpora = f"{epochs[1]} epochs of {b}_text_document, {epochs[0]} epochs of {a}_text_document"
         assert (
             said[0].message
-            == f"train: 112 documents, {tokens} tokens, 4000 samples of 8 tokens asked for: {of_corpora}"
+            == f"train: 112 documents, {tokens} tokens, {samples} samples of 8 tokens, 4000 asked for: {of_corpora}"
         )
         assert epochs[1] > epochs[0] > 1 and len(said) == 2 and said[1].message.startswith("valid: 28 documents, ")
 
@@ -172,7 +173,7 @@ def test_a_corpus_shorter_than_a_sample_is_repeated_with_a_warning(tmp_path, tok
     with IndexedDatasetWriter(tmp_path / "short", np.uint16) as writer:
         writer.add_document([1, 2, 3])
     build(tokenizer, valid_data=[str(tmp_path / "short")], split="0,1", num_samples=(0, 4, 0))
-    assert "valid: 1 document, 3 tokens" in caplog.text and "11 epochs of" in caplog.text
+    assert "valid: 1 document, 3 tokens, 0 samples of 8 tokens, 4 asked for: 11 epochs of" in caplog.text
     assert [record.levelname for record in caplog.records if "asked for" in record.message] == ["WARNING"]
 
 
