@@ -47,7 +47,9 @@ class SampleConfig:
     )
     stop: list[str] | None = option(None, "texts before the first of which a continuation ends")
     num_samples: int = option(1, "continuations of each prompt", at_least=1)
-    out_seq_length: int = option(256, "maximum number of new tokens", at_least=1)
+    out_seq_length: int = option(
+        256, "maximum number of new tokens", at_least=1, aliases=("--max-new-tokens", "--num-tokens-to-generate")
+    )
     batch_size: int = option(8, "continuations that are computed together; samples depend on it", at_least=1)
     temperature: float = option(1.0, "0 always takes the likeliest token; above 1, the text is more varied")
     top_k: int = option(

@@ -132,6 +132,7 @@ REFUSED = {
     "--top_p": "it is a flag of generate_samples.py",
     "--top_k": "it is a flag of generate_samples.py",
     "--out-seq-length": "it is a flag of generate_samples.py",
+    "--greedy": "generate_samples.py --temperature 0 always takes the likeliest token",
     "--cloze-eval": "use evaluate_gpt2.py --task lambada",
     "--eval-hf": "import the weights first: python -m megazero.checkpoint import --from huggingface",
     "--load-openai": "import the weights first: python -m megazero.checkpoint import --from huggingface",

@@ -364,6 +364,11 @@ def test_wrong_samples_are_refused_before_a_model_is_loaded(tmp_path):
         InferenceConfig(load="DIR", distributed_timeout_s=0)
 
 
+@pytest.mark.parametrize("name", ["--out-seq-length", "--max-new-tokens", "--num-tokens-to-generate"])
+def test_the_number_of_new_tokens_has_the_names_of_other_programs(name):
+    assert load_components((SampleConfig,), "", [name, "20"]) == [SampleConfig(out_seq_length=20)]
+
+
 def test_the_flags_of_launchers_and_megatrons_script_are_taken_and_those_of_another_model_refused(tmp_path):
     flags = (
         "--local_rank=1 --tensor-model-parallel-size 1 --distributed-timeout-s 60 --num-layers 2 --hidden-size 32 --load DIR "
