@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -17,20 +18,32 @@ from megazero.comm import OtherRankError
 class StopSignal:
     """Why this rank wants to end: a signal (TERM, INT, HUP, USR1, USR2) or a time limit. The loop then ends its step, and saves.
 
-    Until `take_signals`, the signals have their default action, and end the process. From then on, this is their handler, and
-    tells `megazero.entry` which one has come. It also checks whether torchrun is alive.
+    Until `take_signals`, the signals do what they did before, which by default ends the process. From then on, this is their
+    handler, and tells `megazero.entry` which one has come. It also checks whether torchrun is alive.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None  # the signal
         self._end, self._limit = math.inf, ""  # in the time of time.monotonic()
+        self._before: dict[int, Any] = {}  # the handlers in whose place this one is
         self._launcher = os.getppid() if torch.distributed.is_torchelastic_launched() else None
 
     def take_signals(self) -> None:
-        """Makes the signals reasons to end, from here on. Before a loop begins, there is nothing to finish or to save."""
+        """Makes the signals reasons to end, from here on. Before a loop begins, there is nothing to finish or to save.
+
+        Outside of the main thread, where Python sets no handlers, they stay what they are.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
-                signal.signal(number, self)
+                self._before[number] = signal.signal(number, self) or signal.SIG_DFL  # None is a handler of C code
+
+    def give_signals_back(self) -> None:
+        """Undoes `take_signals`, unless a signal has come: then the process is leaving, and launchers send the same one twice."""
+        if self.received is None:
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
 
     def __call__(self, number: int, _: Any) -> None:
         """Records the signal."""

@@ -167,6 +167,8 @@ def pretrain(
             "ranks of another node were signalled, and all have saved. Those of this node end as failed, so that torchrun starts "
             "them again (--max-restarts). To end the job, signal the ranks of every node."
         )
+    if not job.is_cut:  # else this process is leaving
+        job.stop.give_signals_back()
     return job
 
 

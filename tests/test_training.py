@@ -14,8 +14,10 @@ import subprocess
 import sys
 import termios
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -27,15 +29,16 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 import pretrain_gpt2
 from megazero import comm, mpu, training
 from megazero.arguments import load_config
-from megazero.children import children
+from megazero.children import STOP_SIGNALS, children
 from megazero.data.indexed_dataset import IndexedDatasetWriter
-from megazero.job_checkpoints import _changes
+from megazero.job import Job
+from megazero.job_checkpoints import _changes, job_tokenizer
 from megazero.launch import describe
 from megazero.out_of_memory import tells_out_of_memory
 from megazero.stop_signal import StopSignal
 from megazero.timers import MOST_KEPT, Timers
 from megazero.training import _evaluating, _raise_not_finite, evaluate
-from tests.ranks import free_port, run_script
+from tests.ranks import free_port, run_ranks, run_script
 from tests.test_runner import ends_within
 from tests.tiny import TINY_MODEL, launch_job, logged, make_texts, make_vocabulary, run_command, run_job
 
@@ -311,6 +314,39 @@ def test_a_signal_that_the_job_was_started_to_ignore_stays_ignored():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def pretrained(arguments: list[str], **more: object) -> Job:
+    """The job, trained in this process."""
+    config = load_config(arguments)
+    return training.pretrain(
+        config, job_tokenizer(config), pretrain_gpt2.make_model, pretrain_gpt2.forward_step, **more
+    )
+
+
+def handlers_case(arguments: list[str], when: str) -> bool:
+    def ask(_: Job) -> None:
+        if when == "a stop was asked for":
+            signal.raise_signal(signal.SIGUSR1)
+
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    work = partial(pretrained, arguments, before_update=ask)
+    if when == "in another thread":
+        with ThreadPoolExecutor() as pool:
+            job = pool.submit(work).result()
+    else:
+        job = work()
+    after = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    assert after in (before, dict.fromkeys(STOP_SIGNALS, job.stop))
+    assert job.iteration == (1 if when == "a stop was asked for" else 2)
+    return after == before
+
+
+@pytest.mark.parametrize(
+    ("when", "are_back"), [("it ends by itself", True), ("in another thread", True), ("a stop was asked for", False)]
+)
+def test_pretrain_gives_signals_back_to_its_caller_unless_the_process_is_leaving(corpus, tmp_path, when, are_back):
+    assert run_ranks(1, handlers_case, flags(corpus, tmp_path, 2), when) == [are_back]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends them")
