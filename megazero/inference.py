@@ -24,7 +24,7 @@ from megazero.data.tokenizer import Tokenizer, build_tokenizer, refuse_other_voc
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.init import NoDraws
-from megazero.mpu.groups import ParallelGroups, check_model_parallel_size
+from megazero.mpu.groups import ParallelGroups, check_model_parallel_size, groups_of_size
 from megazero.optim.loss_scaler import DtypeConfig
 from megazero.option import check_options, flag_of, option
 from megazero.zero.init import suspended
@@ -118,13 +118,16 @@ def _tokenizer(config: InferenceConfig, client: dict[str, Any], path: Path) -> T
 def load_model(config: InferenceConfig, trained: Trained) -> tuple[GPT2Model, ParallelGroups]:
     """The model in evaluation mode on this process's device, split over the model-parallel group.
 
-    Initializes torch.distributed and the model-parallel groups, once in a process: `read_model` reads further models.
+    Initializes torch.distributed and the model-parallel groups, if there are none. `read_model` reads further models over them.
+
+    Raises:
+        RuntimeError: there are groups of another size.
     """
     round_fp32_products(config.tf32)
     leave_out_cudnn_attention()
     comm.init_distributed(config.distributed_backend, timeout=timedelta(seconds=config.distributed_timeout_s))
     say_what_is_idle(config.dtype, config.tf32, comm.local_device())
-    groups = mpu.initialize_model_parallel(config.model_parallel_size, timeout_s=config.distributed_timeout_s)
+    groups = groups_of_size(config.model_parallel_size, timeout_s=config.distributed_timeout_s)
     return read_model(trained, groups, config.dtype), groups
 
 

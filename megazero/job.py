@@ -23,7 +23,7 @@ from megazero.model.documents import document_mask
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.init import NoDraws
 from megazero.model.recompute import decide_recompute
-from megazero.mpu.groups import ParallelGroups
+from megazero.mpu.groups import ParallelGroups, groups_of_size
 from megazero.mpu.partition import partitions
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import AnnealingLR
@@ -121,10 +121,11 @@ class Job:
 
 
 def setup_distributed(config: Config) -> ParallelGroups:
-    """Joins the world and divides it into groups.
+    """Joins the world and divides it into groups, or takes those that are there, if they are of the same size.
 
     Raises:
         ValueError: ranks have different settings, or as `comm.init_distributed`.
+        RuntimeError: there are groups of another size.
     """
     flags = config.parallel
     comm.init_distributed(flags.distributed_backend, timeout=timedelta(seconds=flags.distributed_timeout_s))
@@ -135,7 +136,7 @@ def setup_distributed(config: Config) -> ParallelGroups:
             name = own_flag(each) if "flag" in each.metadata else each.name
             settings[name] = value is not None if each.metadata.get("per_host") else value
     comm.refuse_differences(settings, "Start every rank with the same flags, variables and JSON file.")
-    return mpu.initialize_model_parallel(flags.model_parallel_size, timeout_s=flags.distributed_timeout_s)
+    return groups_of_size(flags.model_parallel_size, timeout_s=flags.distributed_timeout_s)
 
 
 def with_vocabulary(model: GPT2Config, tokenizer: Tokenizer) -> GPT2Config:

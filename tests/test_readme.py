@@ -24,7 +24,7 @@ DOCS = README.parent / "docs"
 ZERO = DOCS / "zero.md"
 
 
-def test_the_library_example_runs_and_changes_the_weights(own_world):
+def test_the_library_example_changes_the_weights_also_a_second_time(own_world):
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     names: dict = {}
     exec(
@@ -35,7 +35,13 @@ def test_the_library_example_runs_and_changes_the_weights(own_world):
         ),
         names,
     )
-    assert not torch.equal(names["before"], names["model"].word_embeddings.weight)
+    weight = names["model"].word_embeddings.weight
+    assert not torch.equal(names["before"], weight)
+
+    (again,) = re.findall(r"a second time, (.*)", code)
+    exec(compile(code.replace("mpu.initialize_model_parallel(1)", again), "README", "exec"), names)
+    again = names["model"].word_embeddings.weight
+    assert again is not weight and torch.equal(again, weight)
 
 
 def library_example_case() -> tuple[list, list]:

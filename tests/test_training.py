@@ -31,6 +31,7 @@ from megazero import comm, mpu, training
 from megazero.arguments import load_config
 from megazero.children import STOP_SIGNALS, children
 from megazero.data.indexed_dataset import IndexedDatasetWriter
+from megazero.inference import InferenceConfig, load_model, open_checkpoint
 from megazero.job import Job
 from megazero.job_checkpoints import _changes, job_tokenizer
 from megazero.launch import describe
@@ -347,6 +348,20 @@ def handlers_case(arguments: list[str], when: str) -> bool:
 )
 def test_pretrain_gives_signals_back_to_its_caller_unless_the_process_is_leaving(corpus, tmp_path, when, are_back):
     assert run_ranks(1, handlers_case, flags(corpus, tmp_path, 2), when) == [are_back]
+
+
+def jobs_case(corpus: list[str], folder: Path) -> None:
+    losses = [pretrained(flags(corpus, folder / name, 2)).first_loss for name in ("a", "b")]
+    assert losses[0] == losses[1]
+    trained = open_checkpoint(InferenceConfig(load=str(folder / "a")))
+    _, groups = load_model(InferenceConfig(load=str(folder / "a")), trained)
+    assert groups is mpu.get_groups()
+    with pytest.raises(RuntimeError, match="the groups exist already, with model-parallel size 1"):
+        load_model(InferenceConfig(load=str(folder / "a"), model_parallel_size=2), trained)
+
+
+def test_a_process_runs_jobs_and_reads_models_over_the_same_groups(corpus, tmp_path):
+    run_ranks(2, jobs_case, corpus, tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends them")

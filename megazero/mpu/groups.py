@@ -101,7 +101,7 @@ def initialize_model_parallel(model_parallel_size: int, *, timeout_s: float | No
     if model_parallel_is_initialized():
         raise RuntimeError(
             f"initialize_model_parallel({model_parallel_size}): the groups exist already, with model-parallel size "
-            f"{get_groups().model_parallel_size}. Call destroy_model_parallel() first to change it."
+            f"{get_groups().model_parallel_size}. get_groups() returns them. Call destroy_model_parallel() first to change it."
         )
     world_size = dist.get_world_size()
     if differing_names({"size": repr(model_parallel_size)}, world()):
@@ -119,6 +119,13 @@ def initialize_model_parallel(model_parallel_size: int, *, timeout_s: float | No
         _made[key] = _new_groups(world_size, model_parallel_size, timeout_s)
     _groups = _made[key]
     return _groups
+
+
+def groups_of_size(model_parallel_size: int, *, timeout_s: float) -> ParallelGroups:
+    """The groups that exist, with their own time limit, if they are of this size; else as `initialize_model_parallel`."""
+    if model_parallel_is_initialized() and get_groups().model_parallel_size == model_parallel_size:
+        return get_groups()
+    return initialize_model_parallel(model_parallel_size, timeout_s=timeout_s)
 
 
 def _new_groups(world_size: int, model_parallel_size: int, timeout_s: float) -> ParallelGroups:
