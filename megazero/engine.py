@@ -580,7 +580,7 @@ class Engine:
 
     def save_checkpoint(
         self,
-        save_dir: str,
+        save_dir: str | Path,
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         *,
@@ -657,7 +657,7 @@ class Engine:
 
     def load_checkpoint(
         self,
-        load_dir: str,
+        load_dir: str | Path,
         tag: str | None = None,
         *,
         load_optimizer_states: bool = True,

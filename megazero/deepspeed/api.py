@@ -48,17 +48,17 @@ def initialize(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
-    training_data: Dataset | None = None,
+    training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
     mpu: Any = None,
     dist_init_required: bool | None = None,
-    collate_fn: Callable | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
     config: Any = None,
     config_params: Any = None,
     distributed_port: int = 29500,
     mesh_param: Any = None,
     zero_units: Any = None,
-) -> tuple[DeepSpeedEngine, BucketOptimizer | None, DataLoader | None, Any]:
+) -> tuple[DeepSpeedEngine, BucketOptimizer | None, DataLoader[Any] | None, Any]:
     """Wraps a model for training: engine, optimizer, data loader and learning-rate schedule, or None for any that is absent.
 
     Without an optimizer the engine is for evaluation, at ZeRO stage 3 or 0, and holds neither gradients nor optimizer states.

@@ -31,7 +31,7 @@ class CheckpointingEngine(Engine):
 
     def save_checkpoint(  # type: ignore[override]
         self,
-        save_dir: str,
+        save_dir: str | Path,
         tag: object = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
@@ -79,7 +79,7 @@ class CheckpointingEngine(Engine):
 
     def load_checkpoint(  # type: ignore[override]
         self,
-        load_dir: str,
+        load_dir: str | Path,
         tag: object = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
@@ -137,7 +137,7 @@ class CheckpointingEngine(Engine):
         return str(path), client
 
     def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Writes a plain, full state dictionary in the training dtype; returns whether it did. Collective over the world.
 

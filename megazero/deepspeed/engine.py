@@ -28,6 +28,9 @@ logger = get_logger(__name__)
 class DeepSpeedEngine(CheckpointingEngine):
     """What `megazero.initialize` returns.
 
+    An `Engine`, except that `save_checkpoint` returns True instead of the checkpoint's directory, and `load_checkpoint` the
+    directory as a string, or (None, None) instead of an error where there is no checkpoint, as DeepSpeed's do.
+
     Args:
         config: the resolved configuration.
         of_engine: the first arguments of `Engine`, from the model to the parameter groups' settings.
@@ -41,7 +44,7 @@ class DeepSpeedEngine(CheckpointingEngine):
         config: JsonConfig,
         *of_engine: Any,
         lr_scheduler: Any = None,
-        collate_fn: Callable | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
         zero_units: Any = None,
     ) -> None:
         super().__init__(
@@ -61,7 +64,7 @@ class DeepSpeedEngine(CheckpointingEngine):
             logger.info("the schedule counts optimizer steps, of %s each; a skipped one does not count", micro)
         self.config = config
         self.collate_fn = collate_fn
-        self.training_dataloader: DataLoader | None = None
+        self.training_dataloader: DataLoader[Any] | None = None
         self.timers = Timers(self.device)
         self._losses: Tensor | float = 0.0  # sum since the last update, on the device; read if a step was skipped
 
@@ -148,14 +151,14 @@ class DeepSpeedEngine(CheckpointingEngine):
 
     def deepspeed_io(
         self,
-        dataset: Dataset,
+        dataset: Dataset[Any],
         batch_size: int | None = None,
         route: str = "train",
         pin_memory: bool = True,
-        data_sampler: Sampler | None = None,
-        collate_fn: Callable | None = None,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
         num_local_io_workers: int | None = None,
-    ) -> DataLoader:
+    ) -> DataLoader[Any]:
         """A loader of this data-parallel rank's micro-batches.
 
         Args:

@@ -32,7 +32,7 @@ class _Place(NamedTuple):
     optimizer: BucketOptimizer
 
 
-def _find(parameter: nn.Parameter) -> _Place | None:
+def _find(parameter: Tensor) -> _Place | None:
     """The place of a trained parameter; None if it is frozen or no engine holds it."""
     bucket = bucket_of(parameter)
     if bucket is None or bucket.optimizer is None or not bucket.is_trainable:
@@ -77,18 +77,18 @@ def _owned_state(place: _Place, key: str) -> Iterator[Tensor | None]:
         yield states[key] if key in states else torch.zeros(bucket.owned_numel, device=device)
 
 
-def _reduced(parameter: nn.Parameter) -> _Place | None:
+def _reduced(parameter: Tensor) -> _Place | None:
     """The place of a parameter whose gradient has been summed over the group; else None."""
     found = _find(parameter)
     return found if found is not None and found.bucket.gradient.is_reduced else None
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     """A copy of the full fp32 master weight; None if the parameter is not trained. Collective."""
     return safe_get_full_optimizer_state(param, MASTER)
 
 
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """A copy of the full state `optim_state_key` ("exp_avg", "exp_avg_sq"); None if there is none (yet). Collective."""
     place = _find(param)
     if place is None:
@@ -99,7 +99,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         return None if owned is None else view_of(bucket.whole(owned), segment).clone()
 
 
-def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """The full mean gradient, fp32, without loss scale; None unless it has been reduced and not been used. Collective.
 
     It is reduced by a step's last backward; at stages 2 and 3 by every backward, as the sum so far.
@@ -112,12 +112,12 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
         return _mean(view_of(bucket.whole(owned), segment), place)
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
     """A copy of this rank's part of the fp32 master weight: 1-D, possibly empty."""
     return safe_get_local_optimizer_state(param, MASTER)
 
 
-def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """A copy of this rank's part of a state: 1-D, possibly empty. Collective: a rank may own nothing that has state."""
     place = _find(param)
     if place is None:
@@ -126,7 +126,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
         return None if owned is None else place.bucket.owned_part(owned, place.segment)[0].detach().clone()
 
 
-def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
     """This rank's part of the mean gradient, without loss scale; None except between a step's last backward and step()."""
     place = _reduced(param)
     if place is None:
@@ -135,7 +135,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
         return _mean(place.bucket.owned_part(owned, place.segment)[0], place)
 
 
-def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Writes the fp32 master weight, and the parameter that the model reads. Every rank calls it with the same full values."""
     bucket, segment, _ = _to_set(param, "safe_set_full_fp32_param", value)
     with bucket.master_to_write() as master:
@@ -143,7 +143,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     bucket.publish_master()
 
 
-def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Writes the state `optim_state_key`. Every rank calls it with the same full values.
 
     Raises:
@@ -157,7 +157,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     _set_state(place, optim_state_key, value.reshape(-1), first=0)
 
 
-def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Writes the mean gradient (without loss scale) that step() will apply. Every rank calls it with the same full values."""
     place = _to_set(param, "safe_set_full_grad", value)
     bucket, segment, _ = place
@@ -169,7 +169,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
         _set_full(bucket.owned_part(owned, segment), _summed(value, place))
 
 
-def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
     """Writes this rank's part of the fp32 master weight: 1-D, with the size that the getter returns. Collective."""
     bucket, segment, _ = _to_set(param, "safe_set_local_fp32_param")
     with bucket.master_to_write() as master:
@@ -177,7 +177,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     bucket.publish_master()
 
 
-def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Writes this rank's part of a state: 1-D, with the size that the getter returns. Collective, like the getter."""
     if optim_state_key == MASTER:
         safe_set_local_fp32_param(param, value)
@@ -192,7 +192,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     _set_state(place, optim_state_key, value, first=low - segment.start)
 
 
-def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
     """Writes this rank's part of the mean gradient (without loss scale): 1-D, with the size that the getter returns."""
     place = _reduced(param)
     if place is None:
@@ -247,7 +247,7 @@ def _refuse_other_shape(shape: torch.Size, values: Tensor) -> None:
         raise ValueError(f"this rank's part of the parameter has shape {tuple(shape)}, got {tuple(values.shape)}.")
 
 
-def _to_set(parameter: nn.Parameter, setter: str, values: Tensor | None = None) -> _Place:
+def _to_set(parameter: Tensor, setter: str, values: Tensor | None = None) -> _Place:
     """The place of a trained parameter that `setter` may write to. Returns once every data-parallel rank has called.
 
     Args:

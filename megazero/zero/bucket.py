@@ -158,7 +158,7 @@ class Bucket:
         """The parameters in this bucket, by name."""
         return self.weights.parameters
 
-    def segment_of(self, parameter: nn.Parameter) -> Segment:
+    def segment_of(self, parameter: Tensor) -> Segment:
         """The parameter's place in the bucket.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 
 from megazero.zero.registry import bucket_of
 
@@ -13,7 +13,7 @@ from megazero.zero.registry import bucket_of
 _external: WeakKeyDictionary[nn.Module, dict[nn.Parameter, None]] = WeakKeyDictionary()
 
 
-def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
     """Makes `parameter` whole around the forward and backward of `module`, which reads it without owning it.
 
     Call it before or after the engine is made: in the module's constructor, for instance. The first read registers the parameter
@@ -22,7 +22,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     Raises:
         RuntimeError: `module` is not a module, or `parameter` is not a parameter.
     """
-    _check(module, parameter)
+    parameter = _checked(module, parameter)
     known = _external.setdefault(module, {})
     if parameter not in known:
         known[parameter] = None
@@ -31,13 +31,13 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
             bucket.schedule.add_external(module, parameter)
 
 
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+def unregister_external_parameter(module: nn.Module, parameter: Tensor) -> None:
     """Undoes `register_external_parameter` for engines made from now on; existing engines continue to gather the parameter.
 
     Raises:
         RuntimeError: the parameter was not registered for the module.
     """
-    _check(module, parameter)
+    parameter = _checked(module, parameter)
     if parameter not in external_parameters(module):
         raise RuntimeError("the parameter is not registered as an external parameter of this module.")
     del _external[module][parameter]
@@ -48,9 +48,10 @@ def external_parameters(module: nn.Module) -> Collection[nn.Parameter]:
     return _external.get(module, {})
 
 
-def _check(module: object, parameter: object) -> None:
+def _checked(module: object, parameter: object) -> nn.Parameter:
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise RuntimeError(
             f"register_external_parameter takes a module and a parameter, got {type(module).__name__} and "
             f"{type(parameter).__name__}."
         )
+    return parameter

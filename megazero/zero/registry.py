@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ _bucket_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _KEPT = "_bucket_without_engine"
 
 
-def bucket_of(parameter: nn.Parameter) -> Bucket | None:
+def bucket_of(parameter: Tensor) -> Bucket | None:
     """The bucket that holds `parameter`; None if neither an engine nor `zero.Init` has put it into one."""
     reference = _bucket_of.get(parameter)
     return None if reference is None else reference()
