@@ -165,6 +165,8 @@ def _drop_output() -> None:
 def setup_logging(rank: int, level: int | None = None) -> None:
     """Sends the library's log to standard output: INFO from rank 0, warnings and errors from all.
 
+    Handlers that the script has set before receive what they would without this.
+
     Args:
         level: of the logger; by default what has been set, else INFO.
     """
@@ -172,6 +174,6 @@ def setup_logging(rank: int, level: int | None = None) -> None:
     handler.setFormatter(_Formatter(rank))
     handler.addFilter(lambda record: rank == 0 or not logging.DEBUG < record.levelno < logging.WARNING)
     root = logging.getLogger("megazero")
-    root.handlers[:] = [handler]
+    root.handlers[:] = [handler, *(own for own in root.handlers if not isinstance(own, _Output))]
     root.setLevel(level or root.level or logging.INFO)
-    root.propagate = False
+    root.propagate = bool(logging.root.handlers)  # not to those that a library adds later, which would repeat each line
