@@ -10,3 +10,8 @@ To read it, begin with docs/checkpoint_format.md; then
 - without a run: `zero_to_fp32` (beside every checkpoint, by `standalone`), `weight_files`, `commands` (of `__main__`),
   `importers`, and `offline`, by which both write checkpoints
 """
+
+from megazero.checkpoint.folder import DirectoryInUseError
+from megazero.checkpoint.format import CheckpointError
+
+__all__ = ["CheckpointError", "DirectoryInUseError"]
