@@ -642,7 +642,7 @@ PAGE = ROOT / "docs" / "own_scripts.md"
 
 
 def pages_programs() -> list[str]:
-    """The script of one's own, an optimizer for it, an evaluation, and hooks that find a NaN."""
+    """The script of one's own, jobs from Python, an optimizer for a script, an evaluation, and hooks that find a NaN."""
     return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
@@ -658,7 +658,7 @@ run_script(pretrain_gpt2.check, lambda checked: pretrain(*checked, broken, pretr
 
 @pytest.mark.parametrize("more", [(), ("--zero-stage", "3", "--checkpoint-activations"), ("--sequence-parallel",)])
 def test_the_pages_hooks_name_the_layer_that_made_the_nan(corpus, tmp_path, more):
-    code, _, _, hooks = pages_programs()
+    code, *_, hooks = pages_programs()
     script = tmp_path / "script.py"
     script.write_text(code.partition("\ndef ")[0] + hooks + BREAKS_A_LAYER)
     split = ("--model-parallel-size", "2") if "--sequence-parallel" in more else ()
@@ -669,7 +669,7 @@ def test_the_pages_hooks_name_the_layer_that_made_the_nan(corpus, tmp_path, more
 
 @pytest.mark.parametrize(("stage", "own_optimizer"), [("0", False), ("2", True), ("3", False)])
 def test_the_pages_script_logs_each_gradients_norm_and_ends_when_it_says(corpus, tmp_path, stage, own_optimizer):
-    code, lion, *_ = pages_programs()
+    code, _, lion, *_ = pages_programs()
     rate = 'job.engine.optimizer.param_groups[0]["lr"] = (job.iteration + 1) / 1000'
     code = code.replace("before_update(job):", f"before_update(job):\n    {rate}")
     if own_optimizer:
@@ -697,6 +697,17 @@ def test_the_pages_script_logs_each_gradients_norm_and_ends_when_it_says(corpus,
     done = run_script(2, str(script), flags(corpus, tmp_path / "b", 4, *more))
     assert "stopping after iteration 2: another rank was signalled" in done.stdout, done.stdout
     assert (tmp_path / "b" / "latest").read_text() == "global_step2"
+
+
+def jobs_of_the_page_case(arguments: list[str], folder: Path) -> None:
+    code = re.sub(r'".*"\.split\(\)', repr(arguments), pages_programs()[1]).replace("checkpoints/", f"{folder}/")
+    exec(compile(code, PAGE.name, "exec"), {})
+
+
+def test_the_pages_jobs_from_python_train_one_after_the_other(corpus, tmp_path):
+    run_ranks(1, jobs_of_the_page_case, [*TINY_MODEL, *corpus, "--train-iters", "2"], tmp_path)
+    for lr in ("1e-3", "3e-3"):
+        assert (tmp_path / f"lr{lr}" / "latest").read_text() == "global_step2"
 
 
 SHORT_OF_MEMORY = """

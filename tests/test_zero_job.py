@@ -124,7 +124,7 @@ def test_the_flags_set_the_dtype_of_any_model_at_every_stage(corpus, flags, own_
 def of_the_page() -> dict[str, Any]:
     """`Lion` and `make_optimizer` of docs/own_scripts.md."""
     names: dict[str, Any] = {}
-    exec(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_scripts.md").read_text(), re.DOTALL)[1], names)
+    exec(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_scripts.md").read_text(), re.DOTALL)[2], names)
     return names
 
 
