@@ -754,6 +754,17 @@ def test_the_pages_lines_read_two_models_and_leave_random_streams_alone(own_worl
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_the_pages_lines_read_tensors_and_tokens(corpus, whole):
+    names: dict = {}
+    for page, heading in (("checkpoints.md", "## Plain weights"), ("data.md", "## The order of samples")):
+        section = (ROOT / "docs" / page).read_text().split(heading)[1]
+        code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+        code = code.replace("checkpoints/run1", str(whole)).replace("data/webtext", corpus[1])
+        exec(compile(code, page, "exec"), names)
+    assert names["weight"].dtype == torch.float32 and {"master", "exp_avg", "exp_avg_sq"} == {*names["entry"].states}
+    assert names["batch"].shape == (4, 1025)
+
+
 TEACHER = """
 import pretrain_gpt2, sys, torch
 from megazero.entry import run_script
