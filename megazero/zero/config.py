@@ -36,7 +36,10 @@ class Sharding:
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """Which model states are sharded over the data-parallel group (ZeRO, arXiv:1910.02054) and how gradients are reduced."""
+    """Which model states are sharded over the data-parallel group (ZeRO, arXiv:1910.02054) and how gradients are reduced.
+
+    Each field is a flag of the job, and `python -m pretrain_gpt2 --help` says what it means.
+    """
 
     stage: int = option(
         0,
