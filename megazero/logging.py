@@ -165,7 +165,8 @@ def _drop_output() -> None:
 def setup_logging(rank: int, level: int | None = None) -> None:
     """Sends the library's log to standard output: INFO from rank 0, warnings and errors from all.
 
-    Handlers that the script has set before receive what they would without this.
+    Handlers that the script has added to the logger stay. Those of the root, such as `logging.basicConfig` sets, get nothing: on
+    the terminal they would repeat each line, and that of every rank.
 
     Args:
         level: of the logger; by default what has been set, else INFO.
@@ -176,4 +177,4 @@ def setup_logging(rank: int, level: int | None = None) -> None:
     root = logging.getLogger("megazero")
     root.handlers[:] = [handler, *(own for own in root.handlers if not isinstance(own, _Output))]
     root.setLevel(level or root.level or logging.INFO)
-    root.propagate = bool(logging.root.handlers)  # not to those that a library adds later, which would repeat each line
+    root.propagate = False
