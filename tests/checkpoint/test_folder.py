@@ -326,10 +326,11 @@ def test_what_lies_in_the_image_of_a_container_is_replaced_and_kept_as_elsewhere
     engine.save_checkpoint(str(tmp_path))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("mine")
-    in_image = [os.stat(tmp_path / name).st_ino for name in ("global_step1", "mine")]
+    # Open, so that no new folder gets their inodes.
+    in_image = [os.open(tmp_path / name, os.O_RDONLY) for name in ("global_step1", "mine")]
 
     def overlayfs(path, to):
-        if os.stat(path).st_ino in in_image:
+        if any(os.path.samestat(os.stat(path), os.fstat(open_one)) for open_one in in_image):
             raise OSError(errno.EXDEV, "Invalid cross-device link", str(path), None, str(to))
         rename(path, to)
 
@@ -340,6 +341,8 @@ def test_what_lies_in_the_image_of_a_container_is_replaced_and_kept_as_elsewhere
     assert (tmp_path / "mine.other" / "notes").read_text() == "mine"
     engine.wait_for_checkpoint()
     assert not leftovers(tmp_path)
+    for open_one in in_image:
+        os.close(open_one)
 
 
 def test_nothing_is_copied_where_a_folder_may_not_be_renamed(tmp_path, monkeypatch):
