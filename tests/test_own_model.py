@@ -14,7 +14,7 @@ import torch
 import pretrain_gpt2
 from megazero.checkpoint.commands.export import export_huggingface
 from megazero.checkpoint.commands.samples import show_samples
-from megazero.checkpoint.own_model import OF_GPT2, name_of
+from megazero.checkpoint.own_model import OF_GPT2, gpt2_of, name_of
 from megazero.checkpoint.reader import Reader
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.tokenizer import build_tokenizer
@@ -203,6 +203,11 @@ def test_a_partial_is_named_for_its_function_a_method_with_its_class_and_an_obje
 ):
     monkeypatch.setattr("__main__.__file__", script, raising=False)
     assert name_of(function) == name
+
+
+def test_a_checkpoint_that_does_not_say_who_made_its_model_is_of_a_plain_gpt2(caplog):
+    gpt2_of(SimpleNamespace(path="x", tensors=()), {"model": {"vocab_size": 300}})
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(
