@@ -433,7 +433,7 @@ def test_a_load_that_points_beside_the_checkpoints_is_no_new_run(corpus, whole, 
     (tmp_path / "config.json").touch()  # as Hugging Face's models have one
     for wrong, words in (
         (
-            whole / "global_step9",
+            whole / "global_step0",
             f"no such checkpoint. In {whole} there are global_step12, global_step8, global_step4. `python -m "
             "megazero.checkpoint import` makes one of another system's",  # DeepSpeed's have the same names
         ),
