@@ -290,6 +290,7 @@ def test_the_tokenizer_is_exported_too(tmp_path, caplog):
     of_characters = {**flags, "tokenizer_type": "SentencePieceTokenizer", "tokenizer_path": str(path)}
     for name, changes, why in (
         ("changed", {"tokenizer_sha256": "another"}, "the files that it was trained with have changed"),
+        ("script", {"tokenizer": "of a script"}, "the checkpoint names none"),
         (
             "unfit",
             {"tokenizer": of_characters, "tokenizer_sha256": build_tokenizer(**of_characters).sha256},
