@@ -849,7 +849,7 @@ print([at.partition(":")[0] for _, at, _, state, *_, inode in (s[:10] for s in s
 """
 
 
-@pytest.mark.parametrize("options", [["--standalone"], ["--master-port=0"]])
+@pytest.mark.parametrize("options", [["--standalone"], ["--standalone", "--master-port=6000"], ["--master-port=0"]])
 def test_no_other_host_reaches_the_store_of_the_ranks_of_one_node(folder, options):
     (folder / "script.py").write_text(LISTENING)
     command = [sys.executable, "-m", "megazero.launch", *options, "script.py"]
