@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from megazero import launch, runner
@@ -854,7 +855,12 @@ def test_no_other_host_reaches_the_store_of_the_ranks_of_one_node(folder, option
     (folder / "script.py").write_text(LISTENING)
     command = [sys.executable, "-m", "megazero.launch", *options, "script.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "['0100007F']\n", done  # 127.0.0.1, and nothing else
+    assert done.stdout == "['0100007F']\n" and "rdzv" not in done.stderr, done  # 127.0.0.1, and nothing else
+
+
+def test_what_torchrun_unpickles_on_one_node_is_in_its_own_process():
+    meeting = launch._OneNode(RendezvousParameters(launch._ONE_NODE, launch._HERE, "7", 1, 1))
+    assert isinstance(meeting.next_rendezvous().store, HashStore)
 
 
 def test_fault_of_torchrun_once_it_runs_is_not_called_one_of_the_options(monkeypatch):
@@ -880,6 +886,7 @@ def test_a_job_on_one_node_has_the_id_that_it_is_given_or_one_of_its_own(monkeyp
     [
         (["--standalone"], ""),
         (["--standalone", "--rdzv-endpoint=node:7"], ""),
+        (["--standalone", "--nnodes=2"], ""),
         (["--nnodes=2"], "the ranks meet at 127.0.0.1:29500\n"),
         (["--master-port=6000"], "the ranks meet at 127.0.0.1:6000\n"),
         (["--rdzv-endpoint=node:7"], "the ranks meet at node:7\n"),
