@@ -561,6 +561,8 @@ def test_the_vocabulary_is_that_of_a_checkpoint_that_the_job_may_go_back_to(corp
     wanted = build_tokenizer("GPT2BPETokenizer", tokenizer_path=corpus[3]).contents
     assert job_checkpoints.job_tokenizer(load_config([*load, *corpus[2:4]])).contents == wanted, "as the flags say"
     assert job_checkpoints.job_tokenizer(load_config([*load, "--load-fallback"])).contents == wanted
+    one = [*load[:-1], str(tmp_path / "global_step4")]
+    assert job_checkpoints.job_tokenizer(load_config(one)).contents == wanted, "of the one that is named"
     with pytest.raises(ValueError, match="--tokenizer-type SentencePieceTokenizer needs"):
         job_checkpoints.job_tokenizer(
             load_config([*load, "--load-fallback", *"--tokenizer-type SentencePieceTokenizer".split()])
