@@ -100,6 +100,14 @@ def test_a_checkpoint_whose_save_died_between_its_renames_is_found_by_its_own_pa
     assert run(capsys, "verify", saved / TAG)[0] == 0
 
 
+@pytest.mark.parametrize("path", [".", "../../link"])
+def test_a_checkpoint_is_the_same_by_any_path_to_it(saved, monkeypatch, path):
+    (saved.parent / "link").symlink_to(saved / TAG)
+    monkeypatch.chdir(saved / TAG)
+    flags = CheckpointConfig(load=path, save="..")
+    assert flags.loaded == (saved, TAG) and flags.is_saved_where_loaded
+
+
 @pytest.mark.parametrize("command", ["ls", "verify"])
 def test_a_checkpoint_whose_folder_is_renamed_to_what_no_tag_may_be_is_told_why(saved, capsys, command):
     shutil.copytree(saved / TAG, saved / ".mine")
