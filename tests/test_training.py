@@ -226,6 +226,7 @@ def test_a_phase_of_other_data_begins_at_its_first_sample_and_goes_on_when_resum
     whole, phases = tmp_path / "whole", ("--phase-transition-iterations", "3")
     done = run_job(flags(corpus, whole, 8, *more, *phases), 2)
     assert "stopping after iteration 3: --phase-transition-iterations 3" in done.stdout
+    assert "8 iterations in all, 1,024 tokens" in done.stdout, "of all phases"
     for world, exits in ((2, ("--exit-interval", "5")), (1, ())):
         done = run_job(flags(other, whole, 8, *more, *phases, *exits), world)
         assert done.returncode == 0 and "some samples come again" not in done.stdout, done.stdout
