@@ -266,6 +266,12 @@ def test_exit_interval_stops_a_run_and_its_end_is_evaluated_all_the_same(corpus,
     assert "stopping after" not in done.stdout and "validation perplexity" in done.stdout
 
 
+def test_a_run_is_left_after_each_multiple_of_its_interval_and_at_the_end_of_each_phase(corpus):
+    ends = ["--exit-interval", "4", "--phase-transition-iterations", "3", "6"]
+    training = load_config([*TINY_MODEL, *corpus, *ends]).training
+    assert [iteration for iteration in range(1, 9) if training.exits_after(iteration)] == [3, 4, 6, 8]
+
+
 def test_a_run_ends_when_its_time_is_over_on_all_ranks_alike_and_goes_on(corpus, tmp_path):
     """The first rank's clock decides; the step that is under way at the end of 2 s is done, and saved."""
     arguments = flags(corpus, tmp_path, 1_000_000, "--exit-duration-in-mins")
@@ -1380,6 +1386,7 @@ def test_checkpoint_of_another_model_is_refused_and_other_data_are_said(corpus, 
     assert done.returncode == 0 and len(warnings) == 3, "of two ranks the first says it: " + done.stdout
     assert "a step now takes 4 sequences, not 2 as in the checkpoint's run: --global-batch-size sets" in warnings[0]
     assert "--seed, --split: not as in the run" in warnings[1]
+    assert "--phase-transition-iterations 2 reads data from their first sample on" in warnings[1]
     assert "--eod-mask-loss: not as in the run that saved the checkpoint; losses from here on" in warnings[2]
     rest = "--train-iters 2 -> 4, --lr 0.001 -> 0.002, --bf16 False -> True, --zero-stage 0 -> 1"
     assert f"\nnot as in the run that saved the checkpoint: {rest}\n" in done.stdout
