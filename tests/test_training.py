@@ -70,7 +70,8 @@ def flags(corpus, save, iters: int, *more: str) -> list[str]:
 
 
 def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
-    evaluations = ("--eval-interval", "30", "--eval-iters", "16")  # more than one epoch of the validation data
+    batches = ("--eval-iters", "8", "--eval-batch-size", "4")  # more than one epoch of the validation data
+    evaluations = ("--eval-interval", "30", *batches)
     done = run_job(flags(corpus, tmp_path, 60, "--lr", "1e-2", "--log-interval", "10", *evaluations), 2)
     assert done.returncode == 0, done.stdout
     losses = metrics(tmp_path)
@@ -78,7 +79,7 @@ def test_loss_falls_and_everything_promised_is_written(corpus, tmp_path):
     assert set(metrics(tmp_path, "valid")) == {30, 60} and set(metrics(tmp_path, "test")) == {60}
     consumed = {line["section"]: line["consumed_samples"] for line in logged(tmp_path) if line["iteration"] == 60}
     assert consumed == dict.fromkeys(("train", "valid", "test"), 2 * 2 * 60)
-    assert {line.get("evaluated_samples") for line in logged(tmp_path)} == {None, 16 * 2 * 2}
+    assert {line.get("evaluated_samples") for line in logged(tmp_path)} == {None, 8 * 4 * 2}
     lines = [line for line in logged(tmp_path) if line["section"] == "train"]
     tokens = [line["tokens_per_s"] * line["step_s"] for line in lines]
     assert tokens == pytest.approx([2 * 2 * 32] * 6), "of a step, in each interval"
