@@ -583,7 +583,8 @@ def test_continuations_are_computed_in_batches_and_a_long_prompt_cuts_no_other(w
     assert request.new_tokens == [20] * 5 + [32 - len(request.prompts[5])] * 5 + [20] * 5
     drawn = []
 
-    def generate(model, prompts, new_tokens, *, seed, **_):
+    def generate(model, prompts, new_tokens, *, seed, vocab_size, **_):
+        assert vocab_size == request.trained.tokenizer.vocab_size
         drawn.append((len(prompts), new_tokens, seed))
         return [[7] * new_tokens for _ in prompts]
 
