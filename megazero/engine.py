@@ -299,6 +299,7 @@ class Engine:
         self._optimizer.refuse_torn()
         for bucket in self.buckets:
             bucket.adopt_written()
+            bucket.weights.let_go()  # also of frozen units, which an update does not outdate
         delayed = 0 < self.zero.delayed_param_update <= self.global_steps
         self._grad_norm = self.schedule.waiting.until(partial(self._optimizer.update, delayed), "engine.step()")
         if self.placement is not None:
@@ -737,8 +738,7 @@ class Engine:
     def empty_partition_cache(self) -> None:
         """Frees all gathered copies of sharded parameters. Call it on every rank; otherwise the ranks' next gathers differ."""
         for bucket in self.buckets:
-            bucket.weights.is_kept = False
-            bucket.weights.release()
+            bucket.weights.let_go()
 
     def destroy(self) -> None:
         """Gives the module whole parameters of its own again, and removes every hook. Collective where `module_state_dict` is.

@@ -133,9 +133,9 @@ class GatheredParameters:
             # earlier context has lent stays so.
             bucket.weights.is_lent |= not _is_in_use(bucket)
             # If anything was written, all ranks undo it, or they would gather different buckets next.
-            is_undone = bool(changed) or (kind is not None and not _is_in_use(bucket))
-            bucket.weights.is_kept &= not is_undone  # even if a graph made by a backward reads the old values
-            if bucket in self._to_release or is_undone:
+            if changed or (kind is not None and not _is_in_use(bucket)):
+                bucket.weights.let_go()  # even if a graph made by a backward reads the old values
+            elif bucket in self._to_release:
                 bucket.weights.release()
         if changed:
             raise RuntimeError(

@@ -305,7 +305,7 @@ class Schedule:
         # With create_graph a backward of this backward (a gradient penalty) reads them too, and no hook is in its graph.
         if torch.is_grad_enabled():
             for bucket in buckets:
-                bucket.weights.is_kept = True
+                bucket.weights.keep()
 
     def _end_other_backward(self) -> None:
         """After a backward that is not this engine's: releases what it has gathered, alike on all ranks.

@@ -44,7 +44,6 @@ class Weights:
         is_offloaded: the shard was given another home than the device's; on a CPU that home may be the same memory.
         is_held: P is sharded, and a GatheredParameters context is open on it.
         is_lent: a script may have views of P as it is gathered now, such as a state dictionary, whose memory `release` leaves.
-        is_kept: a graph made by a backward (create_graph) reads P, so P stays whole until its values change.
     """
 
     def __init__(self, plan: BucketPlan, flat: Tensor, channel: Channel, home: Home | None = None) -> None:
@@ -59,7 +58,7 @@ class Weights:
         if self.is_sharded:
             self.shard = (home or MemoryHome(flat.device)).hold(self.owned_view, copy=True)
         self.is_offloaded = self.is_sharded and home is not None
-        self.is_gathered, self.is_held, self.is_lent, self.is_kept = True, False, False, False
+        self.is_gathered, self.is_held, self.is_lent, self._is_kept = True, False, False, False
         self._coming: Work | None = None  # a gather if P is sharded, else an exchange
         self._waits_when_touched = False
         self._arrival = Arrival(flat.device, comes_ahead=channel.size > 1)  # of the shard on the device
@@ -137,7 +136,7 @@ class Weights:
         Raises:
             RuntimeError: a parameter was written to in place while it was gathered; that change is lost.
         """
-        if not self.is_sharded or self.is_held or self.is_kept:
+        if not self.is_sharded or self.is_held or self._is_kept:
             return
         if self._arrival.ahead is not None:
             self._arrival.settle()
@@ -158,6 +157,15 @@ class Weights:
                 "stage below 3."
             )
 
+    def keep(self) -> None:
+        """Has `release` do nothing until `let_go` or new values: a graph made by a backward (create_graph) reads P."""
+        self._is_kept = True
+
+    def let_go(self) -> None:
+        """Ends `keep`, and releases P."""
+        self._is_kept = False
+        self.release()
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def _take_other_storage(self) -> None:
@@ -173,7 +181,7 @@ class Weights:
 
     def outdate(self) -> None:
         """Records that the values of P have changed: the backward of a graph that has read them then fails, as in plain torch."""
-        self.is_kept = False
+        self._is_kept = False
         with asked_directly():
             increment_version([parameter for parameter in self.parameters.values() if parameter.requires_grad])
         self.mark_unwritten()

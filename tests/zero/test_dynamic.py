@@ -479,6 +479,7 @@ def frozen_case() -> None:
                 engine.empty_partition_cache()
                 assert stage < 3 or not any(bucket.weights.is_allocated for bucket in engine.buckets)
             engine.step()
+            assert stage < 3 or not any(bucket.weights.is_allocated for bucket in engine.buckets), "frozen ones too"
         late = fresh(stage)
         one_step(late, my_batch())
         for block in late.module.blocks:
