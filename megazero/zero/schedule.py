@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +87,8 @@ class Schedule:
         self._handles: list[Any] = []
         self._graph_ends: list[Node] = []  # of sharded parameters
         self._watched: set[str] = set()
+        # `_end_other_backward`, as long as a backward is there that will call it: torch drops it with one that fails.
+        self._other_ends: WeakSet[Callable[[], None]] = WeakSet()
         self.forwards = Forwards()
         self._runs = Runs(self.forwards, self.reductions, self._end_unit)
         self._external: set[Bucket] = set()  # buckets with a parameter that other modules read
@@ -185,7 +188,6 @@ class Schedule:
         self.forwards.clear()
         self._staying: set[int] = set()  # units that have stayed gathered since their forward, for their backward
         self._begun: set[int] = set()  # units whose backward has begun
-        self._ends_other_backward = False  # whether `_end_other_backward` will be called after the backward that runs
 
     def finish_backward(self) -> None:
         """After `loss.backward()`: reduces what the hooks have left (unused parameters, late gradients), waits and releases."""
@@ -299,9 +301,10 @@ class Schedule:
             self._begun.add(index)
             self._runs.begin_backward(index)
         self._gather(buckets, index, in_forward=False)
-        if not (self.reductions.is_open or self._ends_other_backward):
-            self._ends_other_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_other_backward)
+        if not (self.reductions.is_open or self._other_ends):
+            end = self._end_other_backward
+            self._other_ends.add(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
         # With create_graph a backward of this backward (a gradient penalty) reads them too, and no hook is in its graph.
         if torch.is_grad_enabled():
             for bucket in buckets:
@@ -312,7 +315,7 @@ class Schedule:
 
         Its gradients release a unit only on those ranks where every parameter of it has got one.
         """
-        self._ends_other_backward = False
+        self._other_ends.clear()
         if self.forwards.innermost is None and not self.reductions.is_open:  # else what is under way needs its units
             self.restart()
             for bucket in self._sharded:

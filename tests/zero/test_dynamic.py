@@ -810,6 +810,21 @@ def test_an_engine_that_trains_nothing_keeps_nothing_of_its_forwards(one_rank):
     assert not image._backward_hooks
 
 
+def test_a_backward_of_others_releases_what_it_has_gathered_also_after_one_that_failed(one_rank):
+    engine = make_engine(nn.Sequential(Block(4), Block(4)), 3)
+    image = torch.ones(2, 4, requires_grad=True)
+    for fails in (True, False, False):
+        loss = engine(image).sum()
+        if fails:
+            handle = image.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+            handle.remove()
+        else:
+            loss.backward()
+            assert not any(bucket.weights.is_allocated for bucket in engine.buckets)
+
+
 def test_an_input_that_stays_keeps_nothing_of_the_runs_that_got_it(one_rank):
     """As an image that is trained, or one that is looked at after an interrupted step."""
     engine = make_engine(nn.Sequential(Block(4), Block(4)), 3)
