@@ -746,6 +746,9 @@ class Engine:
         The torch optimizer has these parameters afterwards, and no state; the engine trains, saves and loads nothing any more. A
         second call does nothing: the module may have another engine by then.
 
+        Without it, at stage 3 and with `overlap_param_gather`, all that the engine holds lives as long as the module, which needs
+        a part of it for its parameters.
+
         Waits for a background save.
         """
         if self._is_destroyed:

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -104,9 +104,15 @@ class Schedule:
             for unit, (names, following) in zip(units, pairwise([*self._names_in, {}]), strict=True):
                 self._before_forward(unit, partial(self._await, list(names), following))
         if zero.sharding.gradients:
+            alive = ref(self)  # a model of whole parameters does not need its engine, and must not keep it
+
+            def watch(index: int, _: nn.Module, *inputs: Any) -> None:
+                if (schedule := alive()) is not None:
+                    schedule._runs.watch_inputs(index, inputs)
+
             for index, unit in enumerate(units):
-                watch = Hook(lambda _, *inputs, index=index: self._runs.watch_inputs(index, inputs))
-                self._handles.append(unit.register_forward_pre_hook(watch, with_kwargs=True, prepend=True))
+                hook = Hook(partial(watch, index))
+                self._handles.append(unit.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
         self.restart()
 
     def _watch_forwards(self, model: nn.Module, units: Sequence[nn.Module]) -> None:

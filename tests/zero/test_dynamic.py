@@ -1120,6 +1120,19 @@ def test_an_engine_that_is_destroyed_again_leaves_the_models_next_one_and_its_ow
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_a_model_of_whole_parameters_keeps_no_engine_that_is_dropped(stage, one_rank):
+    model = Toy()
+    engine = make_engine(model, stage)
+    one_step(engine, my_batch())
+    kept = [weakref.ref(bucket) for bucket in engine.buckets]
+    del engine
+    gc.collect()
+    assert not any(bucket() for bucket in kept)
+    model(my_batch()).backward()
+    assert model.embedding.weight.grad is not None, "nobody takes it"
+
+
 @pytest.mark.parametrize("is_left", [False, True])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_model_gets_another_engine_where_the_first_could_not_be_made(stage, is_left, one_rank):
