@@ -90,8 +90,8 @@ class Bucket:
         whole = torch.zeros(layout.numel, dtype=source, device=device)
         for segment in layout.segments:
             view_of(whole, segment).copy_(parameters[segment.name].detach())
-        stays = plan.is_trainable and not self.is_offloaded  # on the device, where the master weights will be the shard
-        self.weights = Weights(plan, whole.to(plan.dtype), channel, None if stays else param_home)
+        master_is_on_device = plan.is_trainable and not self.is_offloaded  # it will be the shard
+        self.weights = Weights(plan, whole.to(plan.dtype), channel, None if master_is_on_device else param_home)
         for parameter in parameters.values():
             set_bucket(parameter, self)
             parameter.grad = None  # left from an earlier backward, not part of the first step

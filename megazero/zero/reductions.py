@@ -47,7 +47,7 @@ class Reductions:
         self._order = [bucket for bucket in self._buckets if bucket.is_trainable]
         self._missing = {bucket: {s.name for s in bucket.trained_segments} for bucket in self._order}
         self._seen: set[str] = set()  # parameters with a gradient
-        self._twice: set[Bucket] = set()  # with a parameter that has got a second one
+        self._got_second: set[Bucket] = set()  # buckets with a parameter that has got a second gradient
         self._to_reduce = deque(self._order)
 
     def take(self, bucket: Bucket, segment: Segment) -> None:
@@ -58,7 +58,7 @@ class Reductions:
             self._drop(bucket, segment)
         self._missing[bucket].discard(segment.name)
         if segment.name in self._seen:
-            self._twice.add(bucket)
+            self._got_second.add(bucket)
         self._seen.add(segment.name)
 
     def _drop(self, bucket: Bucket, segment: Segment) -> None:
@@ -113,7 +113,7 @@ class Reductions:
         for bucket in filter(self._is_due, self._to_reduce):
             self._reduce(bucket)
         for bucket in filter(self._is_due, self._order):
-            if bucket in self._twice or bucket.gradient.has_unreduced:
+            if bucket in self._got_second or bucket.gradient.has_unreduced:
                 self._reduce(bucket)
         for bucket in self._order:
             self._wait_for(bucket)

@@ -288,7 +288,8 @@ class Schedule:
                 for bucket in buckets:
                     if bucket.unit != ROOT and not self.forwards.read(bucket):
                         bucket.weights.release()
-            # Of the nodes, not of the tensors: their hooks tell that a later unit is done, and have to run before, on every rank.
+            # Prehooks of nodes run after hooks of tensors, as those of `Runs.watch_inputs`. So a later unit has ended, on every
+            # rank, before this one is gathered.
             for node in first_nodes(output, inputs):
                 node.register_prehook(self._runs.end_later(run))
                 node.register_prehook(partial(self._gather_for_backward, buckets, index))
