@@ -104,6 +104,11 @@ class Gradient:
         """Whether gradients have come since the last reduction."""
         return bool(self._filled)
 
+    @property
+    def has_wire(self) -> bool:
+        """Whether a reduction under way holds memory in addition to G, which its `wait` frees."""
+        return self._wire is not None and self._wire is not self.whole
+
     def accumulate(self, segment: Segment, grad: Tensor) -> None:
         """Adds one parameter's gradient, cast to G's dtype."""
         self._reopen()

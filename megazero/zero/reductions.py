@@ -1,8 +1,8 @@
 """Which gradients have come in a backward, and the order in which buckets are reduced.
 
 Reductions are issued in one order on every rank (last unit first, the root at the end), never in order of arrival: that may
-differ between ranks, and would then pair one rank's bucket with another's. One reduction is on its way while the next unit's
-gradients are filled in.
+differ between ranks, and would then pair one rank's bucket with another's. Reductions are on their way while the next units'
+gradients are filled in: any number within G, but one at a time that holds memory beside it.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Reductions:
         return self.is_last_micro_batch or bucket.sharding.gradients
 
     def _reduce(self, bucket: Bucket) -> None:
-        if self._last is not None:
+        if self._last is not None and self._last.gradient.has_wire:
             self._wait_for(self._last)
         self._last = bucket
         bucket.gradient.reduce()

@@ -24,25 +24,27 @@ def wait_for(path: Path) -> None:
 
 
 def overlap_case(folder: str) -> None:
-    """Rank 1 begins its backward when rank 0 is in the second unit of its own: which does not wait for rank 1.
+    """Rank 1 begins its backward when rank 0 is in a later unit of its own: which does not wait for rank 1.
 
-    Unless nothing is to overlap.
+    In the second unit if a reduction holds memory beside G, else in the third. Unless nothing is to overlap.
     """
     mpu.initialize_model_parallel(1)
-    for stage, overlaps in itertools.product((0, 1, 2), (True, False)):
-        engine = make_engine(Toy(), stage, zero={"overlap_comm": overlaps})
+    cases = ((0, "same", 2), (1, "same", 2), (1, "compute", 1), (2, "same", 1))
+    for case, overlaps in itertools.product(cases, (True, False)):
+        stage, wire, later = case
+        engine = make_engine(Toy(), stage, dtype=torch.bfloat16, zero={"overlap_comm": overlaps, "reduce_dtype": wire})
         gradient = next(bucket for bucket in engine.buckets if bucket.name == "blocks.2").gradient
-        signal = Path(folder) / str(stage)
+        signal = Path(folder) / str(case)
 
-        def second_unit(
+        def later_unit(
             _: torch.Tensor, gradient: Gradient = gradient, overlaps: bool = overlaps, signal: Path = signal
         ) -> None:
             assert not gradient.has_unreduced and gradient.is_reduced == (not overlaps)
             assert gradient.buffers or not overlaps, "it is on its way"
             signal.touch()
 
-        up = engine.module.blocks[1].up
-        up.register_forward_hook(lambda _, __, output, hook=second_unit: output.register_hook(hook) and None)
+        up = engine.module.blocks[2 - later].up
+        up.register_forward_hook(lambda _, __, output, hook=later_unit: output.register_hook(hook) and None)
         loss = engine(my_batch())
         if overlaps and mpu.get_data_parallel_rank() == 1:
             wait_for(signal)
