@@ -1,6 +1,6 @@
 """Supervised finetuning of a GPT-2: JSON lines {"prompt": "...", "response": "..."}, with the loss on the responses alone.
 
-python -m megazero.launch --nproc-per-node 2 examples/finetune_gpt2.py --load BASE --finetune --save TUNED \\
+python -m megazero.launch --nproc-per-node 2 examples/finetune_gpt2.py --pretrained-checkpoint BASE --load TUNED --save TUNED \\
     --train-data rows.jsonl --calculate-per-token-loss --num-layers ...
 
 The flags are those of pretrain_gpt2.py, and those of the sizes as the base has them.

@@ -11,7 +11,7 @@ import textwrap
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, replace
 from typing import Any
 
 from megazero.config import Config
@@ -184,16 +184,18 @@ def load_components(components: Sequence[type], description: str, argv: Sequence
 def load_config(argv: Sequence[str] | None = None, world_size: int = 1) -> Config:
     """The training job's checked configuration, from the command line and the JSON file that it names.
 
+    Which checkpoint --pretrained-checkpoint means is settled here: that, or the newest of the run itself.
+
     Args:
         world_size: number of ranks, which the file's batch sizes depend on.
 
     Raises:
-        ValueError: flags or keys are unknown, invalid on their own, or contradict each other.
+        ValueError: flags or keys are unknown, invalid on their own, or contradict each other; or there is no such checkpoint.
     """
     given = parse(make_parser(COMPONENTS, "Pretrain GPT-2."), sys.argv[1:] if argv is None else argv)
     config = config_of(given, world_size)
     config.warn_of_idle(given)
-    return config
+    return replace(config, checkpoint=config.checkpoint.resolved())
 
 
 def config_of(given: Mapping[str, Any], world_size: int = 1) -> Config:

@@ -187,7 +187,6 @@ REFUSED = {
     "--use-megatron-fsdp": "use --zero-stage 3",
     "--start-weight-decay": "weight decay stays what it is: use --weight-decay",
     "--end-weight-decay": "weight decay stays what it is: use --weight-decay",
-    "--pretrained-checkpoint": "use --load with --finetune, and another --save",
     "--fp16-lm-cross-entropy": "the loss is always fp32",
     "--data-impl": "the kind of a data file is seen from its name",
     "--dataloader-type": "samples are always shuffled, by --seed",

@@ -316,6 +316,20 @@ def test_a_run_branches_from_one_checkpoint_and_goes_on_as_the_run_did(corpus, w
         refuse_to_replace(CheckpointConfig(load=f"{whole}/global_step12", save=f"{whole}/global_step12"))
 
 
+@pytest.mark.parametrize("base", ["", "/global_step8"])
+def test_one_command_begins_with_pretrained_weights_and_goes_on_with_its_own_run(corpus, whole, tmp_path, base):
+    once, again = tmp_path / "once", tmp_path / "again"
+    begin = [*FLAGS, *corpus, "--zero-stage", "2", "--load", f"{whole}{base}", "--finetune", "--save", str(once)]
+    assert run_job(begin, 2).returncode == 0
+    for exits, said in ((["--exit-interval", "4"], "iteration 0, 0 samples"), ([], "iteration 4, 16 samples")):
+        done = job(corpus, again, "--pretrained-checkpoint", f"{whole}{base}", *exits)
+        assert done.returncode == 0 and f"continuing after {said}" in done.stdout, done.stdout
+        assert done.stdout.count("starting from the weights in") == bool(exits)
+    assert files(again) == files(once) != files(whole)
+    other = job(corpus, tmp_path / "other", "--pretrained-checkpoint", str(whole), "--num-layers", "3", ranks=1)
+    assert other.returncode == 1 and "that is another model. Give --num-layers 2" in other.stdout, other.stdout
+
+
 @pytest.mark.parametrize(
     "load",
     [[], ["--load", "elsewhere"], ["--load", "{save}", "--finetune"], ["--load", "{save}/global_step8"]],

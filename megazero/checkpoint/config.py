@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megazero.checkpoint.tags import listed, named, step_of
+from megazero.checkpoint.tags import list_tags, listed, named, step_of
 from megazero.option import check_options, option
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,11 @@ class CheckpointConfig:
     load_fallback: bool = option(False, "where the newest checkpoint is damaged, take the newest that is not")
     exit_on_missing_checkpoint: bool = option(False, "end with an error if there is nothing in --load to continue from")
     finetune: bool = option(False, "load the weights only and start at iteration 0")
+    pretrained_checkpoint: str | None = option(
+        None,
+        "where to take the weights from, as --load and --finetune do, until there is a checkpoint to continue from in --load",
+        per_host=True,
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -47,6 +55,29 @@ class CheckpointConfig:
             )
         if self.finetune and not self.load:
             raise ValueError("--finetune takes the weights of a checkpoint: name its directory by --load, or drop it.")
+        if self.pretrained_checkpoint and (self.finetune or not self.is_saved_where_loaded):
+            raise ValueError(
+                f"--pretrained-checkpoint {self.pretrained_checkpoint} is for a command that continues its own run when it is "
+                "given again: give --load the directory of --save, and no --finetune. To start over each time, give --load "
+                f"{self.pretrained_checkpoint} --finetune instead."
+            )
+
+    def resolved(self) -> CheckpointConfig:
+        """The same without --pretrained-checkpoint: with --load and --finetune, until a checkpoint is in --load.
+
+        Raises:
+            ValueError: none is in --pretrained-checkpoint either.
+        """
+        base = self.pretrained_checkpoint
+        if not base or list_tags(self.loaded[0]):
+            return replace(self, pretrained_checkpoint=None)
+        if not list_tags(named(base)[0]):
+            raise ValueError(
+                f"--pretrained-checkpoint {base}: there is no checkpoint in it. `python -m megazero.checkpoint import` makes one "
+                "of another system's."
+            )
+        logger.info("no checkpoint in --load %s yet: starting from the weights in %s", self.load, base)
+        return replace(self, load=base, finetune=True, pretrained_checkpoint=None)
 
     @property
     def loaded(self) -> tuple[Path, str | None]:
