@@ -21,8 +21,11 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.job import Job
 from megazero.job_checkpoints import job_tokenizer
+from megazero.logging import ALIKE, get_logger
 from megazero.texts import load_rows
 from megazero.training import pretrain
+
+logger = get_logger(__name__)
 
 
 class Answers:
@@ -31,6 +34,12 @@ class Answers:
     def __init__(self, files: Sequence[str], tokenizer: Tokenizer, seq_length: int) -> None:
         self.tokenizer, self.seq_length = tokenizer, seq_length
         self.rows = [row for file in files for row in load_rows(file, "prompt", "response")]
+        cut = sum(len(tokenizer.encode(row["prompt"])) > seq_length for row in self.rows)
+        if cut:
+            found = f"in {cut} of {len(self.rows)} rows of {', '.join(files)}, the prompt alone fills --seq-length {seq_length}"
+            if cut == len(self.rows):
+                raise ValueError(f"{found}: there is nothing to learn. Raise --seq-length, or shorten the prompts.")
+            logger.warning("%s: nothing is learned from these", found, extra=ALIKE)
 
     def __len__(self) -> int:
         return len(self.rows)

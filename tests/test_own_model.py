@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import pretrain_gpt2
+from examples.finetune_gpt2 import Answers
 from megazero.checkpoint.commands.export import export_huggingface
 from megazero.checkpoint.commands.samples import show_samples
 from megazero.checkpoint.own_model import OF_GPT2, gpt2_of, name_of
@@ -280,6 +281,21 @@ def unequal_case():
 
 def test_ranks_with_other_numbers_of_own_samples_are_refused():
     run_ranks(2, unequal_case)
+
+
+@pytest.mark.parametrize(("seq_length", "cut"), [(9, 0), (8, 1), (3, 7)])
+def test_rows_whose_prompt_leaves_no_response_are_counted_and_refused_if_all(corpus, tmp_path, caplog, seq_length, cut):
+    (rows := tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    (long := tmp_path / "long.jsonl").write_text(f"{json.dumps(ROWS[0])}\n" * 2)  # a prompt of 9 tokens
+    tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path=corpus[3])
+    samples = Answers([str(rows)], tokenizer, seq_length)
+    assert sum(not sample["counts"].any() for sample in samples) == cut
+    told = [record.getMessage().split(" rows")[0] for record in caplog.records]
+    assert told == [f"in {cut} of 8"] * bool(cut)
+    with pytest.raises(
+        ValueError, match="in 2 of 2 rows of .*/long.jsonl, the prompt alone fills --seq-length 8: there"
+    ):
+        Answers([str(long)], tokenizer, 8)
 
 
 def test_the_finetuning_example_trains_and_evaluates_on_the_responses_alone(own_world, corpus, tmp_path):
