@@ -13,6 +13,7 @@ import torch
 
 import pretrain_gpt2
 from examples.finetune_gpt2 import Answers
+from megazero.checkpoint.__main__ import main as checkpoint_command
 from megazero.checkpoint.commands.export import export_huggingface
 from megazero.checkpoint.commands.samples import show_samples
 from megazero.checkpoint.own_model import OF_GPT2, gpt2_of, name_of
@@ -184,6 +185,43 @@ def test_the_pages_evaluation_of_a_changed_model_has_the_jobs_own_loss_and_other
     caplog.clear()
     export_huggingface(Reader(tmp_path), tmp_path / "hf", torch.float32)
     assert "mup.make_model made the model" in caplog.text
+
+
+TRAINS_LORA = """
+from megazero.entry import run_script
+from megazero.training import pretrain
+
+run_script(pretrain_gpt2.check, lambda checked: pretrain(*checked, make_model, forward_step))
+"""
+
+
+def test_the_pages_merge_of_adapters_has_the_loss_that_they_had_in_training(corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lora, merge = re.findall(r"```python\n(.*?)```", PAGE.read_text().split("## Adapters")[1], re.DOTALL)[:2]
+    flags = [*TINY_MODEL, *corpus, "--train-iters", "4", "--eval-iters", "1", "--no-eod-mask-loss"]
+    assert run_job([*flags, "--save", str(tmp_path / "checkpoints/base")], 1).returncode == 0
+    (tmp_path / "script.py").write_text(lora.replace("checkpoints/base", f"{tmp_path}/checkpoints/base") + TRAINS_LORA)
+    more = [
+        "--save",
+        str(tmp_path / "checkpoints/lora"),
+        "--lr",
+        "1e-2",
+        "--zero-stage",
+        "3",
+        "--global-batch-size",
+        "8",
+    ]
+    done = run_script(2, str(tmp_path / "script.py"), [*flags, *more])
+    assert done.returncode == 0, done.stdout
+    exec(compile(merge, "docs/own_scripts.md", "exec"), {})
+    assert checkpoint_command(["import", "--from", "huggingface", "merged", "checkpoints/merged"]) == 0
+    more = ["--load", str(tmp_path / "checkpoints/merged"), "--finetune", "--lr", "0"]
+    assert run_job([*flags, *more, "--save", str(tmp_path / "checkpoints/still")], 2).returncode == 0
+    base, trained, merged = (
+        next(line["loss"] for line in logged(tmp_path / "checkpoints" / name) if line["section"] == "valid")
+        for name in ("base", "lora", "still")
+    )
+    assert merged == pytest.approx(trained, rel=1e-5) and trained < base - 0.01
 
 
 MADE = type("Made", (), {"__module__": "__main__"})

@@ -650,7 +650,7 @@ PAGE = ROOT / "docs" / "own_scripts.md"
 
 
 def pages_programs() -> list[str]:
-    """The script of one's own, jobs from Python, an optimizer for a script, an evaluation, and hooks that find a NaN."""
+    """A script, jobs from Python, an optimizer for a script, an evaluation, LoRA and its merge, and hooks that find a NaN."""
     return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
