@@ -79,10 +79,10 @@ class EvaluationConfig:
     valid_data: list[str] | None = option(
         None,
         "text files to evaluate on, one after the other; for lambada and hellaswag, files of JSON lines; for perplexity also "
-        "prefixes of .bin/.idx files; each may have a name before it: web=FILE",
+        "those, and prefixes of .bin/.idx files; each may have a name before it: web=FILE",
     )
     output: str | None = option(None, "file to which each result is appended, as a line of JSON")
-    text_key: str = option("text", "key of the text in each JSON line, for lambada")
+    text_key: str = option("text", "key of the text in each JSON line, for lambada and perplexity")
     overlapping_eval: int | None = option(
         None,
         "new tokens that each window predicts; a smaller number gives more context and a longer run (default: 32, or the "
@@ -133,10 +133,10 @@ def check(world_size: int) -> Checked:
     config, task = load_components((InferenceConfig, EvaluationConfig), "Evaluate a checkpoint.")
     config.check_world(world_size)
     for data in task.sets:
-        if task.task not in _OF_LINES and data.tokens is None and has_lines_of_json(data.path):
+        if task.task == "wikitext" and has_lines_of_json(data.path):
             raise ValueError(
-                f"--valid-data {data.path} holds JSON lines, whose keys and escapes would count as text. Write the texts alone "
-                "into a file; or tokenize them by data_tools/preprocess_data.py --append-eod, and give the prefix of the tokens."
+                f"--valid-data {data.path} holds JSON lines, whose keys and escapes would count as text. Write the text alone "
+                "into a file, or take --task perplexity."
             )
     trained = open_checkpoint(config)
     window = task.window(trained)
@@ -235,9 +235,16 @@ def read_stream(task: EvaluationConfig, data: Data, trained: Trained) -> Stream:
         rank, _ = told_world()  # the first one warns, and takes the cache's checksums
         corpus = Corpus(data.tokens, is_indexed=True)
         return Sources(trained.tokenizer, task.text_key, None, rank, rank).open(corpus).tokens, None
-    text, is_wikitext = read_text(data.path, "--valid-data"), task.task == "wikitext"
-    words = word_count(text, is_wikitext)
-    tokens = trained.tokenizer.encode_array(wikitext_detokenize(text) if is_wikitext else text)
+    encode, is_wikitext = trained.tokenizer.encode_array, task.task == "wikitext"
+    if has_lines_of_json(data.path):
+        texts = [text for text in load_texts(data.path, task.text_key) if text]  # as in training
+        words = sum(map(word_count, texts))
+        pieces = (np.append(encode(text), trained.tokenizer.eod) for text in texts)
+        tokens = np.concatenate([np.empty(0, np.int64), *pieces])
+    else:
+        text = read_text(data.path, "--valid-data")
+        words = word_count(text, is_wikitext)
+        tokens = encode(wikitext_detokenize(text) if is_wikitext else text)
     if len(tokens) < 2 or not words:
         found = f"{counted(len(tokens), 'token')} and {counted(words, 'word')}"
         raise ValueError(

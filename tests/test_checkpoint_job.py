@@ -654,7 +654,13 @@ def test_json_lines_of_prompts_become_lines_with_tokens_and_their_probabilities(
 
 
 @pytest.mark.parametrize(
-    "text, found", [("", "0 tokens and 0 words"), ("t", "1 token and 1 word"), ("\n \n\n", r"\d+ tokens and 0 words")]
+    "text, found",
+    [
+        ("", "0 tokens and 0 words"),
+        ('{"text": ""}', "0 tokens and 0 words"),
+        ("t", "1 token and 1 word"),
+        ("\n \n\n", r"\d+ tokens and 0 words"),
+    ],
 )
 def test_a_text_too_short_to_evaluate_is_refused_before_the_model_is_loaded(whole, tmp_path, monkeypatch, text, found):
     (tmp_path / "short").write_text(text)
@@ -724,9 +730,26 @@ def test_tokens_have_the_perplexity_of_their_text(own_world, corpus, whole, tmp_
     assert of_tokens["words"] is of_tokens["adjusted_ppl"] is None
 
 
-@pytest.mark.parametrize("task", ["perplexity", "wikitext"])
-def test_json_lines_are_not_scored_as_text(whole, tmp_path, monkeypatch, task):
-    given = ["evaluate_gpt2.py", "--load", str(whole), "--valid-data", str(tmp_path / "lines"), "--task", task]
+def test_documents_in_json_lines_have_the_perplexity_of_their_training_tokens(
+    own_world, corpus, whole, tmp_path, monkeypatch
+):
+    texts, tokenizer = make_texts(9), build_tokenizer("GPT2BPETokenizer", tokenizer_path=corpus[3])
+    (tmp_path / "lines").write_text("".join(json.dumps({"body": text}) + "\n" for text in ["", *texts]))
+    with IndexedDatasetWriter(tmp_path / "ids", "uint16") as writer:
+        for text in texts:
+            writer.add_document([*tokenizer.encode(text), tokenizer.eod])
+    sets, results = [str(tmp_path / name) for name in ("lines", "ids")], tmp_path / "results.jsonl"
+    given = ["--load", str(whole), "--text-key", "body", "--output", str(results), "--valid-data", *sets]
+    monkeypatch.setattr("sys.argv", ["evaluate_gpt2.py", *given])
+    monkeypatch.setattr(inference, "leave_out_cudnn_attention", lambda: None)
+    evaluate_gpt2.main(evaluate_gpt2.check(1))
+    of_lines, of_tokens = map(json.loads, results.read_text().splitlines())
+    assert all(of_lines[name] == of_tokens[name] for name in ("tokens", "loss", "ppl"))
+    assert of_lines["words"] == sum(len(text.split()) for text in texts)
+
+
+def test_json_lines_are_not_scored_as_text(whole, tmp_path, monkeypatch):
+    given = ["evaluate_gpt2.py", "--load", str(whole), "--valid-data", str(tmp_path / "lines"), "--task", "wikitext"]
     monkeypatch.setattr("sys.argv", given)
     (tmp_path / "lines").write_text('\n{"text": "the ranks of a group"}\n')
     with pytest.raises(ValueError, match="--valid-data .*lines holds JSON lines, whose keys and escapes would count"):
