@@ -31,6 +31,8 @@ logger = get_logger(__name__)
 # Flags that determine which samples come, and in which order; and those that determine a sample's loss, or its weight.
 SAMPLES = ("seed", "train_data", "split", "seq_length")
 LOSS = ("eod_mask_loss", "calculate_per_token_loss", "reset_position_ids", "reset_attention_mask")
+_DROPOUT = ("attention_dropout", "hidden_dropout")  # the same model, but another training of it
+_CHANGED = "not as in the run that saved the checkpoint: %s"
 
 # What says where in the data a run was. `save` says more; a checkpoint that was imported has no more.
 _PLACE = {"iteration", "consumed_samples"}
@@ -210,7 +212,7 @@ def _say_what_changed(job: Job, client: dict[str, Any]) -> None:
     if (maker := client.get("make_model", job.made_by)) != job.made_by:
         rest.append(f"make_model {maker} -> {job.made_by}")
     if rest:
-        logger.info("not as in the run that saved the checkpoint: %s", ", ".join(rest), extra=ALIKE)
+        logger.info(_CHANGED, ", ".join(rest), extra=ALIKE)
 
 
 def _changes(saved: dict[str, dict[str, Any]], config: Config) -> dict[str, str]:
@@ -328,20 +330,28 @@ def _prepare_to_continue(job: Job, reader: Reader) -> None:
 
 
 def _refuse_other_model(job: Job, path: Path, client: dict[str, Any]) -> None:
-    """Names the flags that would make another model of the checkpoint's weights; their shapes tell only of some, and no flag."""
+    """Names the flags that would make another model of the checkpoint's weights; their shapes tell only of some, and no flag.
+
+    Logs another dropout, if `_say_what_changed` will not: an imported Llama has none, and the job's default is GPT-2's.
+    """
     saved = client.get("model")
     # A user's own script may store something else by this name.
     if not isinstance(saved, dict) or "num_layers" not in saved:
         return
-    others = GPT2Config.of_saved(client, path).differences(job.config.model)
-    if others:
-        differ = ", ".join(f"{flag_of(name)} {was}, now {now}" for name, (was, now) in others.items())
+    model, now = GPT2Config.of_saved(client, path), job.config.model
+    pairs = {name: (getattr(model, name), getattr(now, name)) for name in _DROPOUT}
+    dropout = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if others := model.differences(now):
         described = {each.name: each for each in fields(GPT2Config)}
-        given = " ".join(as_given(described[name], was) for name, (was, _) in others.items())
+        given = " ".join(as_given(described[name], was) for name, (was, _) in {**others, **dropout}.items())
+        differ = ", ".join(f"{flag_of(name)} {was}, now {is_now}" for name, (was, is_now) in others.items())
         raise ValueError(
             f"The checkpoint {path} was trained with {differ}: that is another model. Give {given}. To change a trained model, "
             "see docs/checkpoints.md."
         )
+    if dropout and (job.config.checkpoint.finetune or "train_samples" not in client):
+        changed = ", ".join(f"{flag_of(name)} {was} -> {is_now}" for name, (was, is_now) in dropout.items())
+        logger.info(_CHANGED, changed, extra=ALIKE)
 
 
 def has_failed_to_save(job: Job) -> bool:

@@ -493,6 +493,21 @@ def test_a_flag_that_makes_another_model_is_named_as_it_is_given(monkeypatch):
         job_checkpoints._refuse_other_model(job, Path("saved"), {"model": asdict(saved)})
 
 
+@pytest.mark.parametrize("finetune", [True, False])
+@pytest.mark.parametrize("more", [{}, {"train_samples": 8}])
+def test_another_dropout_than_that_of_weights_from_elsewhere_is_said(caplog, finetune, more):
+    caplog.set_level("INFO")
+    client = {"model": asdict(replace(GPT2Config(), hidden_dropout=0.0)), **more}
+    config = SimpleNamespace(model=GPT2Config(swiglu=True), checkpoint=SimpleNamespace(finetune=finetune))
+    with pytest.raises(ValueError, match=r"with --swiglu False, now True: .* --no-swiglu --hidden-dropout 0\.0\."):
+        job_checkpoints._refuse_other_model(SimpleNamespace(config=config), Path("saved"), client)
+    assert not caplog.messages
+    config.model = GPT2Config()
+    job_checkpoints._refuse_other_model(SimpleNamespace(config=config), Path("saved"), client)
+    said = ["not as in the run that saved the checkpoint: --hidden-dropout 0.0 -> 0.1"]
+    assert caplog.messages == ([] if more and not finetune else said), "once: the job says it of its own checkpoints"
+
+
 def test_a_prompt_that_fills_all_positions_is_refused_before_the_model_is_loaded(whole, monkeypatch):
     monkeypatch.setattr(
         "sys.argv", ["generate_samples.py", "--load", str(whole), "--prompt", "short", "far too long " * 99]
