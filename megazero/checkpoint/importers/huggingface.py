@@ -33,6 +33,7 @@ from megazero.zero.bucket import MASTER
 logger = get_logger(__name__)
 
 _TOKENIZERS: tuple[type[Tokenizer], ...] = (HuggingFaceTokenizer, GPT2BPETokenizer)  # the first one that is there
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # smaller ones go with scales
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order in which transformers looks for them
 
 
@@ -56,14 +57,15 @@ def read_huggingface(directory: str | Path) -> ForeignCheckpoint:
     directory = Path(directory)
     config = _read_config(directory)
     saved = _open_weights(directory)
-    matches = saved_names(saved, config, str(directory), lambda key: saved[key].read())
-    shapes = config.full_shapes()
 
     def read_saved(key: str) -> Tensor:
         tensor = saved[key].read()
-        if not tensor.is_floating_point():
+        if tensor.dtype not in _DTYPES:
             raise ValueError(f"{directory}: {key} is of {tensor.dtype}; quantised checkpoints cannot be read.")
         return tensor
+
+    matches = saved_names(saved, config, str(directory), read_saved)
+    shapes = config.full_shapes()
 
     def read(match: Match) -> Tensor:
         return match.join(map(read_saved, match.theirs)).to(torch.float32, copy=True)  # never a view of the file

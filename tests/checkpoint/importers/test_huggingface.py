@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from dataclasses import replace
 
 import pytest
@@ -267,12 +268,23 @@ def test_missing_unknown_and_misshapen_tensors_are_named(written, change, messag
         read_huggingface(written)
 
 
-def test_quantised_weights_and_files_of_other_objects_are_refused(written):
-    state = load_file(written / "model.safetensors")
-    state["transformer.wpe.weight"] = state["transformer.wpe.weight"].char()
-    save_file(state, written / "model.safetensors")
-    with pytest.raises(ValueError, match=r"wpe\.weight is of torch\.int8; quantised checkpoints cannot be read"):
-        read_all(written)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(tmp_path, dtype):
+    write_huggingface(tmp_path / "model", random_state(TIED).__getitem__, TIED, torch.float32)
+    file = tmp_path / "model" / "model.safetensors"
+    state = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    state[name] = state[name].to(dtype)  # one of two that become one parameter here
+    save_file(state, file)
+    message = f"{name} is of {dtype}; quantised checkpoints cannot be read"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_all(file.parent)
+    save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].to(dtype)}, file)
+    with pytest.raises(ValueError, match=r"lm_head\.weight is of"):  # and not one that differs from the embedding
+        read_huggingface(file.parent)
+
+
+def test_files_of_other_objects_are_refused(written):
     (written / "model.safetensors").unlink()
     for content in ([torch.ones(3)], {"transformer.wpe.weight": 1}):
         torch.save(content, written / "pytorch_model.bin")
