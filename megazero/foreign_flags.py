@@ -148,6 +148,7 @@ REFUSED = {
         (
             "--rotary-percent",
             "--rotary-interleaved",
+            "--rotary-seq-len-interpolation-factor",
             "--use-rope-scaling",
             "--add-qkv-bias",
             "--qk-layernorm",
