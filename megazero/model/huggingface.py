@@ -166,6 +166,16 @@ def config_from_huggingface(config: Mapping[str, Any]) -> GPT2Config:
         ValueError: it describes something that this model cannot compute (another activation, scaled rotary positions, ...).
     """
     check_supported(config, model_type=tuple(LAYOUTS))
+    if config.get("quantization_config"):
+        raise ValueError(
+            "the Hugging Face config has a quantization_config; quantised checkpoints cannot be read. Import the model that was "
+            "quantised."
+        )
+    if other := re.search(r"\w+For(?!CausalLM)\w+", str(config.get("architectures"))):
+        raise ValueError(
+            f"the Hugging Face config says architectures: {other[0]}, and only language models can be imported: this one has "
+            "another head."
+        )
     model_type = config.get("model_type", "gpt2")
     layout = LAYOUTS[model_type]
     config = {**layout.model_types[model_type], **config}

@@ -52,7 +52,8 @@ def read_huggingface(directory: str | Path) -> ForeignCheckpoint:
 
     Raises:
         FileNotFoundError: there is no config.json or no file of weights.
-        ValueError: it is neither a GPT-2 nor a Llama, is one that this model cannot compute, or is damaged.
+        ValueError: it is neither a GPT-2 nor a Llama, is one that this model cannot compute, is quantised or damaged, or is an
+            adapter.
     """
     directory = Path(directory)
     config = _read_config(directory)
@@ -97,6 +98,11 @@ def _vocabulary(directory: Path, vocab_size: int) -> dict[str, Any]:
 def _read_config(directory: Path) -> GPT2Config:
     path = directory / "config.json"
     if not path.is_file():
+        if (directory / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{directory} holds an adapter of PEFT's, not a model: merge it into its base first "
+                "(model.merge_and_unload()), and save the result."
+            )
         raise FileNotFoundError(
             f"{path} is missing: a Hugging Face model is a directory with a config.json beside its weights. Download it too."
         )

@@ -230,6 +230,9 @@ def test_what_is_missing_is_named(written):
     (written / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match="config.json is missing"):
         read_huggingface(written)
+    (written / "adapter_config.json").touch()
+    with pytest.raises(ValueError, match=r"an adapter of PEFT's, not a model: .*model\.merge_and_unload"):
+        read_huggingface(written)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +243,11 @@ def test_what_is_missing_is_named(written):
         ("{", "config.json is not JSON"),
         ("[]", "holds a list"),
         ('{"n_embd": "many"}', "config.json: "),
+        ('{"quantization_config": {"bits": 4}}', "has a quantization_config; quantised checkpoints cannot"),
+        (
+            '{"architectures": ["GPT2ForSequenceClassification"]}',
+            "GPT2ForSequenceClassification, and only language models",
+        ),
     ],
 )
 def test_another_or_a_damaged_configuration_is_refused(written, content, message):
