@@ -219,7 +219,8 @@ class GPT2Config:
         if not isinstance(saved, dict):
             raise ValueError(
                 f"{where} does not say what model it is of: its client state has no 'model', the fields of a GPT2Config, as "
-                "checkpoints of pretrain_gpt2.py and imported ones have. zero_to_fp32.py writes the weights of any."
+                "checkpoints of pretrain_gpt2.py and imported ones have. zero_to_fp32.py writes the weights of any; those of "
+                "a Hugging Face model can be imported beside its config.json (docs/checkpoints.md)."
             )
         try:
             return cls(**saved)

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from megazero.checkpoint.commands import export
 from megazero.checkpoint.commands.export import named_files, write_huggingface
+from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor, write_foreign
 from megazero.checkpoint.importers.huggingface import read_huggingface
 from megazero.checkpoint.vocabulary import saved_tokenizer
 from megazero.data.tokenizer import TOKENIZER_TYPES, build_tokenizer
@@ -21,6 +22,7 @@ from megazero.data.tokenizer_export import huggingface_files
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.huggingface import config_to_huggingface, to_huggingface
+from megazero.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from tests.model.plain_gpt2 import random_state, random_tokens, randomize
 from tests.model.test_gpt2 import LLAMA
 from tests.vocabularies import make_gpt2_vocabulary, make_sentencepiece, make_texts
@@ -140,6 +142,20 @@ def test_an_old_directory_with_pytorch_files_masks_and_a_head(full, tmp_path, is
     else:
         torch.save(state, tmp_path / "pytorch_model.bin")
     assert_same(read_all(tmp_path), full)
+
+
+def test_a_model_of_theirs_in_a_checkpoint_of_their_names_is_imported_by_way_of_plain_weights(tmp_path):
+    """As the Trainer's under DeepSpeed."""
+    full = random_state(TIED)
+    theirs = to_huggingface(full, TIED)
+    del theirs["lm_head.weight"]
+    tensors = {name: ForeignTensor(t.shape, "trained", {"master": lambda t=t: t}) for name, t in theirs.items()}
+    aliases = {"lm_head.weight": "model.embed_tokens.weight"}
+    write_foreign(ForeignCheckpoint(tensors, aliases=aliases), tmp_path / "ours")
+    file = tmp_path / "theirs" / "model.safetensors"
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ours", file)
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config_to_huggingface(TIED)))
+    assert_same(read_all(tmp_path / "theirs"), full)
 
 
 def test_tokenizer_files_come_under_the_names_that_transformers_looks_for(full, tmp_path):
