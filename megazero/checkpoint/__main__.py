@@ -93,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument("out", metavar="OUT", help="directory to make")
     sub.add_argument("--to", required=True, choices=("huggingface",), help="whose files")
     sub.add_argument("--dtype", choices=tuple(DTYPES), default="fp32", help="of the written weights (default: fp32)")
-    files = "to copy as the tokenizer's (default: files that give the training job's ids)"
+    files = "to copy as the tokenizer's, and generation_config.json (default: files that give the training job's ids)"
     sub.add_argument("--tokenizer-files", nargs="+", type=Path, metavar="FILE", help=files)
     sub = command("import", _import, "write what another framework has saved as a checkpoint")
     sub.add_argument("path", metavar="PATH", help="what it has saved: its directory of checkpoints, or of the model")

@@ -5,6 +5,7 @@ Its files are those that `importers.huggingface` reads, generation_config.json a
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_SHARD_BYTES = 5_000_000_000  # of tensors in one file; a single larger tensor has a file of its own
 _TOKENIZER_NAMES = {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}  # OpenAI's names -> transformers'
+_GENERATION = "generation_config.json"
 _GPT2_VOCABULARY, _GPT2_END_OF_TEXT = 50257, 50256
 
 
@@ -43,7 +45,8 @@ def export_huggingface(
 
     Args:
         dtype: of the written weights.
-        tokenizer_files: copied beside the weights; by default those are written that give the training job's ids.
+        tokenizer_files: copied beside the weights; by default those are written that give the training job's ids. A
+            generation_config.json among them replaces that of the training job's end of text.
 
     Raises:
         FileExistsError: there is something in `directory`.
@@ -56,7 +59,7 @@ def export_huggingface(
     files: Mapping[str, bytes] = {}
     if tokenizer_files is not None:
         files = named_files(tokenizer_files)
-        if problem and config.vocab_size != _GPT2_VOCABULARY:
+        if problem and config.vocab_size != _GPT2_VOCABULARY and _GENERATION not in files:
             logger.warning(
                 "the exported model does not know which token ends a text, where generate() would stop: %s", problem
             )
@@ -120,7 +123,8 @@ def write_huggingface(
         tensors: by our name of the parameter, the full and unpadded tensor.
         dtype: of the written weights.
         tokenizer_files: by name, what further files hold.
-        end_of_text: the token that ends a document, where `generate` stops; GPT-2's own if the vocabulary has GPT-2's size.
+        end_of_text: the token that ends a document, where `generate` stops, unless a generation_config.json is given; GPT-2's
+            own if the vocabulary has GPT-2's size.
 
     Raises:
         FileExistsError: there is something in `directory`.
@@ -136,16 +140,29 @@ def write_huggingface(
         raise FileExistsError(f"{directory} exists already: choose another directory for the model.")
     if end_of_text is None and config.vocab_size == _GPT2_VOCABULARY:
         end_of_text = _GPT2_END_OF_TEXT
-    ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    files = tokenizer_files or {}
+    if _GENERATION in files:
+        ends = _special_ids(files[_GENERATION])
+    else:
+        ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+        files = {**files, _GENERATION: json.dumps({"_from_model_config": True, **ends}, indent=2).encode() + b"\n"}
     with _directory_aside(directory) as aside:
         content = {**config_to_huggingface(config), **ends, "torch_dtype": str(dtype).removeprefix("torch.")}
         write_json(aside / "config.json", content, indent=2)
-        write_json(aside / "generation_config.json", {"_from_model_config": True, **ends}, indent=2)
-        for name, held in (tokenizer_files or {}).items():
+        for name, held in files.items():
             if (aside / name).exists():
                 raise ValueError(f"the tokenizer's file would take the place of {name}: rename or leave it out.")
             write_whole(aside / name, held)
         _write_weights(aside, tensors, config, dtype)  # last: what can be wrong above takes no time
+
+
+def _special_ids(generation_config: bytes) -> dict[str, Any]:
+    """The ids of special tokens in a generation_config.json, which config.json has too."""
+    try:
+        content = json.loads(generation_config)
+        return {name: content[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in content}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the {_GENERATION} that was given is none: {error}.") from error
 
 
 @contextmanager

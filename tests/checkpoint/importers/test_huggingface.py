@@ -174,6 +174,19 @@ def test_tokenizer_files_come_under_the_names_that_transformers_looks_for(full, 
     assert not (tmp_path / "other").exists()
 
 
+def test_a_generation_config_that_is_given_says_the_special_tokens(full, tmp_path):
+    ids = {"bos_token_id": 5, "eos_token_id": [7, 9], "pad_token_id": 3}
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({**ids, "temperature": 0.6}))
+    write_huggingface(tmp_path / "model", full.__getitem__, CONFIG, torch.float32, named_files([path]), end_of_text=0)
+    assert (tmp_path / "model" / path.name).read_bytes() == path.read_bytes()
+    assert json.loads((tmp_path / "model" / "config.json").read_text()).items() >= ids.items()
+    for content in ("", "{", "3"):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=r"the generation_config\.json that was given is none"):
+            write_huggingface(tmp_path / "other", None, CONFIG, torch.float32, named_files([path]))
+
+
 @pytest.mark.parametrize("kind", TOKENIZER_TYPES)
 def test_transformers_gives_the_ids_of_our_tokenizer(full, tmp_path, kind):
     transformers = pytest.importorskip("transformers")
