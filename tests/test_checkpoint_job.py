@@ -879,6 +879,8 @@ def test_the_pages_lines_give_a_trained_model_more_positions(corpus, whole, tmp_
     checkpoint_command(["export", "--to", "huggingface", str(whole), "exported"])
     exec(compile(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], "docs/checkpoints.md", "exec"), {})
     checkpoint_command(["import", "--from", "huggingface", "longer", "checkpoints/longer"])
+    flags.remove("--tokenizer-path")
+    flags.remove(corpus[3])  # the data are those of the vocabulary that came along
     done = run_job([*flags, "--load", str(tmp_path / "checkpoints/longer"), "--finetune"], 1)
     assert done.returncode == 0, done.stdout
     weight, longer = (Reader(path).read_weight("position_embeddings.weight") for path in (whole, "checkpoints/longer"))

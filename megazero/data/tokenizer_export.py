@@ -19,16 +19,26 @@ def huggingface_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     [content] = tokenizer.contents.values()
     if isinstance(tokenizer, SentencePieceTokenizer):
         described = tokenizer_json(content, tokenizer.eod)
-    else:  # documents are trained on at full length, without what a post-processor would add
-        described = {**json.loads(content), **dict.fromkeys(("post_processor", "truncation", "padding"))}
+        content = _json(described)
+    else:
+        from tokenizers import Tokenizer as Theirs
+
+        described, theirs = json.loads(content), Theirs.from_buffer(content)
+        # Documents are trained on at full length, without what a post-processor would add. Otherwise it is the same file.
+        if theirs.num_special_tokens_to_add(is_pair=False) or theirs.truncation or theirs.padding:
+            content = _json({**described, **dict.fromkeys(("post_processor", "truncation", "padding"))})
     # The class that does what the file says; the one of GPT-2, which is the default beside such a model, replaces most of it.
     # But transformers 4 sets this option, if the file has it, to what is said here.
     starts_with_space = bool((described.get("pre_tokenizer") or {}).get("add_prefix_space"))
     ends = {"bos_token": tokenizer.end, "eos_token": tokenizer.end}
     config = _config("PreTrainedTokenizerFast", **ends, add_prefix_space=starts_with_space)
-    return {"tokenizer.json": json.dumps(described, ensure_ascii=False).encode(), **config}
+    return {"tokenizer.json": content, **config}
 
 
 def _config(tokenizer_class: str, **more: str | bool) -> dict[str, bytes]:
     settings = {"tokenizer_class": tokenizer_class, **more, "clean_up_tokenization_spaces": False}
-    return {"tokenizer_config.json": json.dumps(settings, ensure_ascii=False, indent=2).encode()}
+    return {"tokenizer_config.json": _json(settings, indent=2)}
+
+
+def _json(content: object, indent: int | None = None) -> bytes:
+    return json.dumps(content, ensure_ascii=False, indent=indent).encode()

@@ -110,6 +110,16 @@ def test_a_tokenizer_json_is_kept_but_for_what_adds_tokens_and_cuts(tmp_path, cu
     kept, saved = json.loads(files["tokenizer.json"]), json.loads((tmp_path / "tokenizer.json").read_bytes())
     assert {key for key in saved if kept[key] != saved[key]} == {"post_processor", "truncation", "padding"}
 
+    theirs.no_truncation()
+    theirs.no_padding()
+    # These add nothing, so the file is kept, and is still the vocabulary of its data.
+    for adds_nothing in (processors.ByteLevel(), processors.TemplateProcessing(single="$A", special_tokens=[]), None):
+        theirs.post_processor = adds_nothing
+        theirs.save(str(tmp_path / "tokenizer.json"))
+        ours = build_tokenizer("HuggingFaceTokenizer", tokenizer_path=tmp_path)
+        assert_reads_as(ours, files := huggingface_files(ours))
+        assert files["tokenizer.json"] == (tmp_path / "tokenizer.json").read_bytes()
+
 
 def test_the_files_of_a_gpt2_vocabulary_are_what_transformers_takes(tokenizer, gpt2_folder):
     files = huggingface_files(tokenizer)
