@@ -240,8 +240,10 @@ class Engine:
 
         Raises:
             AssertionError: the loss is not a scalar, or does not depend on any parameter; or there is no optimizer.
+            EngineStateError: an earlier call has failed, and its gradients have not been discarded by `zero_grad`.
         """
         self._refuse_without_optimizer("engine.backward()")
+        self._refuse_partial_gradients("engine.backward()")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
             raise AssertionError(
                 f"engine.backward needs a scalar loss that depends on the parameters, got {_described(loss)}. Take the loss out "
@@ -253,11 +255,11 @@ class Engine:
         if scale_wrt_gas:
             loss = loss / self._accumulation_steps
         is_last_micro_batch = self.is_gradient_accumulation_boundary() and self._syncs
-        self._optimizer.has_gradients = False  # until this succeeds: a failed one leaves only a part of them
+        self._optimizer.has_partial_gradients = True  # until this succeeds
         with self.schedule.backward(is_last_micro_batch):
             (loss * self._optimizer.cur_scale).backward(retain_graph=retain_graph)
         self.schedule.finish_backward()
-        self._optimizer.has_gradients = True
+        self._optimizer.has_gradients, self._optimizer.has_partial_gradients = True, False
         self._last_backward = self._micro_steps
         return loss.detach()
 
@@ -273,13 +275,14 @@ class Engine:
             TypeError: `lr_kwargs` is no dict, or the schedule's `step` does not take it; nothing has been updated.
             ValueError: tensor-parallel ranks have different gradients of a parameter that each of them holds whole, in the first
                 update with one of it; nothing has been updated.
-            EngineStateError: no backward preceded it, it is called inside `no_sync`, there is no optimizer, or the model's
-                parameters are not those that the engine was made for.
+            EngineStateError: at the last micro-batch, no backward preceded it, or the model's parameters are not those that the
+                engine was made for; at any, a backward has failed, it is called inside `no_sync`, or there is no optimizer.
             RuntimeError: the optimizer's parameters are not those that it was made for; or, in the first update over NCCL,
                 ranks have run different units, or the same ones in different orders.
         """
         self._refuse_without_optimizer("engine.step()")
         self._is_applied = False
+        self._refuse_partial_gradients("engine.step()")
         if not self._syncs:
             raise EngineStateError(
                 "engine.step() was called inside of no_sync(), where gradients are not reduced. Leave it first."
@@ -323,6 +326,7 @@ class Engine:
             RuntimeError: as in `step`.
         """
         self._refuse_without_optimizer("engine.grad_norms()")
+        self._refuse_partial_gradients("engine.grad_norms()")
         is_whole = self._optimizer.has_gradients and self._last_backward == self._micro_steps
         if not (is_whole and self._syncs and self.is_gradient_accumulation_boundary()):
             raise EngineStateError(
@@ -367,6 +371,13 @@ class Engine:
             raise EngineStateError(
                 f"{what} needs an optimizer, and this engine was made without one, for evaluation. To train, give optimizer= to "
                 'initialize, or an "optimizer" section in its configuration.'
+            )
+
+    def _refuse_partial_gradients(self, what: str) -> None:
+        if self._optimizer.has_partial_gradients:
+            raise EngineStateError(
+                f"{what}: there are no gradients to apply or to add to, only what a failed engine.backward(loss) has left of "
+                "them. Call engine.zero_grad() on every rank first, which discards it."
             )
 
     def _refuse_changed_model(self, what: str, may_have_frozen: bool = False) -> None:

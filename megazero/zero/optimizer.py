@@ -91,6 +91,7 @@ class BucketOptimizer(SlicedOptimizer):
 
     Attributes:
         has_gradients: there are gradients for an update, of a whole backward by the engine.
+        has_partial_gradients: a backward of the engine has failed, and of its gradients a part may be there.
         scales_itself: torch's fused kernel scales gradients in the pass that it makes anyway.
 
     Raises:
@@ -113,7 +114,7 @@ class BucketOptimizer(SlicedOptimizer):
         self.loss_scaler = loss_scaler
         self.clip_grad = clip_grad
         self._overlaps_param_gather, self._overlaps_update = zero.overlap_param_gather, zero.overlaps_update
-        self.overflow = self.has_gradients = False
+        self.overflow = self.has_gradients = self.has_partial_gradients = False
         self._pending: BackgroundUpdate | None = None
         device = buckets[0].device
         # For the new weights of an update that overlaps a forward.
@@ -198,7 +199,7 @@ class BucketOptimizer(SlicedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated since the last update. `set_to_none` exists for torch's sake and has no effect here."""
-        self.has_gradients = False
+        self.has_gradients = self.has_partial_gradients = False
         for bucket in self._trained:
             bucket.drop_gradients()
 

@@ -115,6 +115,9 @@ def exception_case() -> None:
             with pytest.raises(ZeroDivisionError):
                 engine.backward(loss)
             handle.remove()
+            for act in (lambda e: e.backward(e(my_batch())), lambda e: e.grad_norms(), lambda e: e.step()):
+                with pytest.raises(EngineStateError, match=r"failed.*engine.zero_grad\(\) on every rank"):
+                    act(engine)
             engine.zero_grad()
             engine(my_batch()).backward()  # not the engine's: its gradients are dropped
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
