@@ -47,7 +47,7 @@ __all__ = ["Engine", "EngineStateError", "weight_decay_groups"]
 
 
 class EngineStateError(RuntimeError, AssertionError):
-    """A method was called in a state in which it cannot do its work."""
+    """A method was called in a state in which it cannot do its work. An AssertionError too, as DeepSpeed asserts there."""
 
 
 class Engine:

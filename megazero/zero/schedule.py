@@ -48,9 +48,11 @@ from megazero.zero.waiting import Waiting
 
 logger = get_logger(__name__)
 
-# What torch says when autograd has saved a parameter or a view of it, whose memory is gone: of its storage, or of a size of 0.
-# Or, if its values are on their way, of a version of `ON_THE_WAY` or more.
-_MISSES_MEMORY = re.compile(r"setStorage|\(0\)|\[0\]|\b0x\d|\dx0\b|at version \d{10}\b")
+# What torch says when autograd has saved a parameter or a view of it, whose memory is gone: of its storage, or that an operand
+# is of size 0. Or, if its values are on their way, of a version of `ON_THE_WAY` or more.
+_MISSES_MEMORY = re.compile(
+    r"setStorage|tensor [ab] \(0\)|vec \(0\)|mat2 must be a matrix|weight of shape \[0\]|at version \d{10}\b"
+)
 _READ_UNNOTICED = (
     "The backward needs a parameter of a unit after the unit was released, or before it was gathered. If a module that does not "
     "own it has read it, while the unit happened to be whole: call megazero.zero.register_external_parameter(module, parameter) "
@@ -179,7 +181,7 @@ class Schedule:
             self._await(self.buckets)
             yield
         except RuntimeError as error:
-            if self._sharded and _MISSES_MEMORY.search(str(error)):
+            if self._sharded and type(error) is RuntimeError and _MISSES_MEMORY.search(str(error)):
                 raise RuntimeError(f"{_READ_UNNOTICED} ({error})") from error
             raise
         finally:

@@ -667,6 +667,23 @@ def straggler_case(folder: str) -> None:
     torch.distributed.barrier()
 
 
+def own_error_case() -> None:
+    mpu.initialize_model_parallel(1)
+    engine = fresh(1)
+    engine.backward(engine(my_batch()))
+
+    def fail(*_: object) -> None:
+        raise NotImplementedError("no kernel for this dtype")
+
+    engine.optimizer.torch_optimizer.register_step_pre_hook(fail)
+    with pytest.raises(NotImplementedError, match="^no kernel for this dtype$"):
+        engine.step()
+
+
+def test_an_error_of_the_optimizers_own_keeps_its_class_and_text():
+    run_ranks(2, own_error_case)
+
+
 def test_a_forward_on_one_rank_only_names_rank_step_and_unit(tmp_path):
     run_ranks(2, straggler_case, str(tmp_path))
 
@@ -971,15 +988,24 @@ def test_a_read_that_nobody_has_noticed_is_explained_where_it_is_missed():
     run_ranks(2, twice_case)
 
 
-@pytest.mark.parametrize(("stage", "said"), [(3, "the user's own"), (2, "a matrix of size [0]")])
-def test_other_errors_of_a_backward_are_not_put_down_to_a_read(one_rank, stage, said):
+@pytest.mark.parametrize(
+    ("stage", "kind", "said"),
+    [
+        (3, RuntimeError, "the user's own"),
+        (2, RuntimeError, "a matrix of size [0]"),
+        (3, RuntimeError, "mat1 and mat2 shapes cannot be multiplied (0x8 and 5x1)"),
+        (3, RuntimeError, "got [0] but expected shape compatible with [2, 8]"),
+        (3, NotImplementedError, "setStorage"),
+    ],
+)
+def test_other_errors_of_a_backward_are_not_put_down_to_a_read(one_rank, stage, kind, said):
     def fail(_: torch.Tensor) -> None:
-        raise RuntimeError(said)
+        raise kind(said)
 
     engine = make_engine(Toy(), stage)
     loss = engine(my_batch())
     loss.register_hook(fail)
-    with pytest.raises(RuntimeError, match=f"^{re.escape(said)}$"):
+    with pytest.raises(kind, match=f"^{re.escape(said)}$"):
         engine.backward(loss)
 
 
