@@ -35,23 +35,26 @@ def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors inside nested lists, tuples, dicts and objects with attributes (dataclasses); each object is visited once."""
-    yield from _walk(value, {})
+    seen: dict[int, Any] = {}
+    waiting = [value]  # the next one last: objects may be linked more deeply than Python recurses
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            yield value
+        elif id(value) not in seen:
+            seen[id(value)] = value  # held, as the id of what is freed would come back for another object
+            waiting += [part for part in reversed(_parts(value)) if type(part) not in _PLAIN]
 
 
-def _walk(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if value is None or isinstance(value, (str, bytes, int, float, complex, type)) or id(value) in seen:
-        return
-    seen[id(value)] = value  # held, as the id of what is freed would come back for another object
+_PLAIN = {type(None), bool, int, float, complex, str, bytes}  # most of what metadata consist of
+
+
+def _parts(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from _walk(item, seen)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _walk(item, seen)
-    elif not callable(value):
-        yield from _walk(getattr(value, "__dict__", None), seen)
-        slots = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
-        yield from _walk([getattr(value, name, None) for name in sorted(slots)], seen)
+        return list(value)
+    if isinstance(value, (dict, Mapping)):  # dict first, for speed
+        return list(value.values())
+    if callable(value):
+        return []
+    slots = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())}
+    return [getattr(value, name, None) for name in ("__dict__", *sorted(slots))]

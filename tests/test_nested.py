@@ -34,3 +34,11 @@ def test_every_tensor_is_found_once(nested):
     tensors = [torch.zeros(1) for _ in range(9)]
     value = nested(tensors)
     assert list(map(id, tensors_in([value, value]))) == list(map(id, tensors))
+
+
+def test_objects_may_be_linked_more_deeply_than_python_recurses():
+    tensor = torch.zeros(1)
+    linked = SimpleNamespace(x=tensor)
+    for _ in range(3000):
+        linked = SimpleNamespace(next=linked)
+    assert list(tensors_in(linked)) == [tensor]
