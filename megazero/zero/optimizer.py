@@ -336,8 +336,10 @@ class BucketOptimizer(SlicedOptimizer):
         mine: tuple[int, str] | None = None  # the place of its bucket, and what to call it
         for place, bucket in enumerate(self._trained):
             with bucket.gradient.at_hand() as owned:
-                parts = {segment.name: bucket.owned_part(owned, segment)[0] for segment in bucket.layout.segments}
-                name = next((name for name, part in parts.items() if not bool(torch.isfinite(part).all())), None)
+                segments = bucket.layout.segments
+                finite = [torch.isfinite(bucket.owned_part(owned, segment)[0]).all() for segment in segments]
+                is_finite = torch.stack(finite).tolist()  # one wait for the device
+            name = next((s.name for s, finite in zip(segments, is_finite, strict=True) if not finite), None)
             if name is not None:
                 mine = (place, f"{name} (rank {torch.distributed.get_rank()}'s part)")
                 break
