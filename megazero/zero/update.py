@@ -151,8 +151,8 @@ class Update:
         """By which torch's fused kernels divide gradients in the pass they make anyway: attributes of the torch optimizer."""
         if self._factor == 1.0:
             return {}
-        # On the host if a part of O is there: torch copies it between devices without waiting, and only the host, reading it too
-        # early, would notice.
+        # On the host if a part of O is there: torch copies a scalar to wherever a slice is, but does not wait for a copy from a
+        # device to the host.
         devices = [bucket.optimizer_home.device for bucket in self._gradients]
         device = next((device for device in devices if device.type == "cpu"), devices[0])
         scale = torch.full((), 1.0 / self._factor, dtype=torch.float32, device=device)
