@@ -185,7 +185,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
     )
     job.engine.train()
     interval: list[tuple[float, float]] = []
-    logged_at, start = job.consumed_samples, time.perf_counter()
+    logged_at, trained_since = job.consumed_samples, time.perf_counter()
     watch: MemoryWatch | None = MemoryWatch(job.engine, job.device.type)
     profiler, late = step_profiler(job), LateRanks()
     stop: str | None = None
@@ -194,7 +194,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
         with profiler.step(job.iteration + 1):
             loss, stop = train_step(job, iterator)
         if loss is None:
-            start += time.perf_counter() - begun  # logged step times cover training alone
+            trained_since += time.perf_counter() - begun  # moved on: logged step times cover training alone
             logged_at += job.consumed_samples - before
         else:
             interval.append((loss, job.engine.get_global_grad_norm()))
@@ -204,8 +204,10 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
             logger.info("%s", describe_memory(job, "memory after the first step", watch.stop()))
             watch = None
         if interval and job.iteration % flags.log_interval == 0:
-            log_step(job, metrics, late, interval, job.consumed_samples - logged_at, time.perf_counter() - start)
-            interval, logged_at, start = [], job.consumed_samples, time.perf_counter()
+            log_step(
+                job, metrics, late, interval, job.consumed_samples - logged_at, time.perf_counter() - trained_since
+            )
+            interval, logged_at, trained_since = [], job.consumed_samples, time.perf_counter()
         paused = time.perf_counter()
         if not stop and job.iteration % flags.eval_interval == 0 and job.iteration < flags.train_iters:
             stop = evaluate_and_log(job, metrics, valid, "valid", f"iteration {job.iteration}")
@@ -213,7 +215,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
             save(job)
             if not stop and _ask_to_stop(job).read():
                 stop = _why_stop(job)
-        start += time.perf_counter() - paused
+        trained_since += time.perf_counter() - paused
         exits = flags.exits_after(job.iteration) if job.iteration < flags.train_iters else None
         stop = exits or stop
         if stop:
