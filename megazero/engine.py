@@ -274,7 +274,7 @@ class Engine:
         Raises:
             TypeError: `lr_kwargs` is no dict, or the schedule's `step` does not take it; nothing has been updated.
             ValueError: tensor-parallel ranks have different gradients of a parameter that each of them holds whole, in the first
-                update with one of it; nothing has been updated.
+                update with one that is no rounding error; nothing has been updated.
             EngineStateError: at the last micro-batch, no backward preceded it, or the model's parameters are not those that the
                 engine was made for; at any, a backward has failed, it is called inside `no_sync`, or there is no optimizer.
             RuntimeError: the optimizer's parameters are not those that it was made for; or, in the first update over NCCL,

@@ -17,13 +17,15 @@ from megazero.zero.units import shape_of
 
 # Gradients with at least this relative difference belong to different parameters: rounding errors are far smaller.
 _UNLIKE = 0.1
-_TOO_SMALL = 1e-3  # relative to the largest: a gradient that cancels out is all rounding error
+# Relative to the largest: a gradient that cancels out, as that of the keys' bias in attention, is all rounding error. How large
+# this is, the differences of those that are alike show: none, unless ranks sum in another order.
+_TOO_SMALL, _LARGE_ENOUGH = 1e-5, 1e-3
 _DECLARE = (
     "Declare those that are parts, as an embedding with a column for each of a rank's heads is: in their module, partitions = "
     "{name: mpu.Partition(dim, full_size=size)}; for initialize(mpu=), parameter.model_parallel = True and "
     "parameter.partition_dim do as well."
 )
-_MOST = 10  # updates without a gradient: then the model does not use it, and each comparison waits for the device
+_MOST = 10  # updates without a gradient to judge by: each comparison waits for the device
 
 
 class Replicas:
@@ -42,6 +44,7 @@ class Replicas:
         self._groups = groups
         self._unseen: dict[str, nn.Parameter] = {}
         self._asked: Counter[str] = Counter()  # updates in which it was compared
+        self._largest = self._rounding = 0.0  # squared: a gradient so far, and a difference of those that are alike
         if groups.model_parallel_size > 1:
             cuts, named = partitions(model), model.named_parameters()
             self._unseen = {name: p for name, p in named if name not in cuts and all(shape_of(p))}
@@ -53,9 +56,10 @@ class Replicas:
                 )
 
     def compare(self) -> None:
-        """Compares the mean gradients of those that have had none so far, up to rounding. Collective over the world.
+        """Compares the mean gradients of those that have not been seen to be alike, up to rounding. Collective over the world.
 
-        A gradient of zero says nothing: where a factor of an adapter starts at zero, the other factor has no other at first.
+        A gradient of zero says nothing: where a factor of an adapter starts at zero, the other factor has no other at first. Nor
+        does a difference of what may be all rounding error.
 
         Raises:
             DeepSpeedConfigError: the gradients of some parameter differ.
@@ -68,10 +72,12 @@ class Replicas:
         squares = torch.stack(comm.all_gathered(squares, self._groups.model)).amax(0)
         if not squares.isfinite().all():  # the step will be skipped
             return
-        apart, size = squares.T
-        are_alike = (apart <= _UNLIKE**2 * size) | (size <= _TOO_SMALL**2 * size.max())
-        unlike = [name for name, is_alike in zip(rows, are_alike.tolist(), strict=True) if not is_alike]
-        if unlike:
+        apart, size = (dict(zip(rows, column, strict=True)) for column in squares.T.tolist())
+        self._largest = max(self._largest, *size.values())
+        alike = {name for name in rows if apart[name] <= _UNLIKE**2 * size[name]}
+        self._rounding = max([self._rounding, *(apart[name] for name in alike)])
+        small = min(max(self._rounding, _TOO_SMALL**2 * self._largest), _LARGE_ENOUGH**2 * self._largest)
+        if unlike := [name for name in rows if name not in alike and size[name] > small]:
             raise DeepSpeedConfigError(
                 f"{', '.join(unlike)}: not marked as parts of larger parameters, but their gradients are not the same on the "
                 f"{self._groups.model_parallel_size} model-parallel ranks. Nothing has been updated. {_DECLARE} The others get "
@@ -79,9 +85,9 @@ class Replicas:
                 "fork(), and where what they compute enters split layers through mpu.copy_to_model_parallel_region. Those used "
                 "on slices of the sequence pass through mpu.copy_parameters_to_sequence_parallel_region."
             )
-        for name, is_seen in zip(rows, (size > 0).tolist(), strict=True):
+        for name in rows:
             self._asked[name] += 1
-            if is_seen or self._asked[name] == _MOST:
+            if (name in alike and size[name] > 0) or self._asked[name] == _MOST:
                 del self._unseen[name]
 
     def _squares(self, parameter: nn.Parameter, part: Tensor) -> Tensor:

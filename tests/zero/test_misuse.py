@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -663,6 +664,41 @@ def test_what_tensor_parallel_ranks_would_train_apart_is_refused(stage, ranks):
         for message in run_ranks(ranks, adapter_case, stage, declares, copies):
             assert message.startswith(f"{unlike}: not marked as parts of larger parameters, but their gradients")
             assert "mpu.copy_parameters_to_sequence_parallel_region" in message
+
+
+class Slight(nn.Module):
+    """Beside a parameter of nearly the same gradient on all ranks, one whose gradient is small, and differs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.slight = (nn.Parameter(torch.ones(5)) for _ in range(2))
+
+    def forward(self, rounding: float, size: float) -> torch.Tensor:
+        rank = torch.distributed.get_rank()
+        return ((1 + rounding * rank) * self.whole + size * (1 + rank) * self.slight).sum()
+
+
+def slight_case(rounding: float, sizes: list[float], refused: int | None) -> None:
+    groups, model = mpu.initialize_model_parallel(2), Slight()
+    engine = Engine(model, groups, torch.optim.SGD, *weight_decay_groups(model, 0.0), zero=ZeroConfig(stage=1))
+    for update, size in enumerate(sizes, 1):
+        engine.backward(engine(rounding, size))
+        with pytest.raises(ValueError, match="slight: not") if update == refused else nullcontext():
+            engine.step()
+
+
+@pytest.mark.parametrize(
+    ("rounding", "sizes", "refused"),
+    [
+        (0, [3e-5], 1),  # as of a temperature of attention, which is near uniform at first
+        (0, [1e-6] * 11, None),
+        (0, [1e-6, 1e-6, 1e-4], 3),
+        (3e-3, [3e-4] * 11, None),
+        (3e-3, [3e-4, 3e-4, 3e-3], 3),
+    ],
+)
+def test_a_difference_is_judged_once_it_is_no_rounding_error(rounding, sizes, refused):
+    run_ranks(2, slight_case, rounding, sizes, refused)
 
 
 class Uneven(nn.Module):
