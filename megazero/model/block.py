@@ -188,9 +188,10 @@ class Transformer(nn.Module):
                 x = layer(x, mask, cache, rotation)
         else:
             x = self.run_blocks(x, mask, rotation)
-        group, norm = self.blocks[0].attention.dense.group, self.final_layernorm
+        norm = self.final_layernorm
         if not self.sequence_parallel:
             return norm(x)
+        group = self.blocks[0].attention.dense.group
         return normalise_slice(norm, x, mpu.copy_parameters_to_sequence_parallel_region(list(norm.parameters()), group))
 
     def run_blocks(self, x: Tensor, mask: Tensor | None = None, rotation: Tensor | None = None) -> Tensor:

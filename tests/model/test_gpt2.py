@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 from megazero import mpu
@@ -352,6 +353,17 @@ def test_compiled_blocks_never_fall_back_to_running_without_a_graph():
     )
     with pytest.raises(AssertionError, match="FailOnRecompileLimitHit"):
         run_ranks(1, graphs_case, sizes, 3)
+
+
+def test_the_first_block_may_have_another_attention(one_rank):
+    model = GPT2Model(small_config())
+    model.transformer.layers[0].attention = Last()
+    assert model(torch.ones(1, 4, dtype=torch.long)).isfinite().all()
+
+
+class Last(nn.Module):
+    def forward(self, x, mask, cache, rotation):
+        return x[-1:].expand_as(x)
 
 
 def test_a_copy_of_the_model_is_independent_and_equal(one_rank):
