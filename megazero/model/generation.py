@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megazero import comm, mpu
@@ -63,6 +64,7 @@ def generate(
     seed: int = 1234,
     is_over: Callable[[int, list[int]], bool] | None = None,
     vocab_size: int | None = None,
+    use_cache: bool = True,
 ) -> list[list[int]]:
     """Continuations of `prompts`, without the prompts, each ended before its first `eod`, or when it `is_over`.
 
@@ -77,6 +79,8 @@ def generate(
         seed: of the draws. Nothing else depends on it, and the default random streams are left alone.
         is_over: whether a continuation ends with its last token; asked after each before `eod`, with the number of its prompt.
         vocab_size: ids from this one on are not drawn: the tokenizer's, of which the model may have more.
+        use_cache: False reads all tokens again for each new one. A model that looks at earlier tokens other than by attention
+            needs that.
 
     Raises:
         ValueError: an empty prompt, a prompt that with `max_new_tokens` does not fit the model's positions, or a sampling option
@@ -91,14 +95,16 @@ def generate(
     longest = int(lengths.max())
     # [b, longest]. Padding stands to the right: no token reads it, and the cache slots that it takes are overwritten.
     tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device)
-    cache = KeyValueCache(
-        model.config,
-        len(prompts),
-        longest + max_new_tokens,
-        model_parallel_size=model.group.size(),
-        device=device,
-        dtype=model.word_embeddings.weight.dtype,
-    )
+    cache = None
+    if use_cache:
+        cache = KeyValueCache(
+            model.config,
+            len(prompts),
+            longest + max_new_tokens,
+            model_parallel_size=model.group.size(),
+            device=device,
+            dtype=model.word_embeddings.weight.dtype,
+        )
     generator = torch.Generator(device).manual_seed(seed)
     finished = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     steps: list[Tensor] = []
@@ -121,7 +127,11 @@ def generate(
             if len(steps) == max_new_tokens or (can_end and bool(finished.all())):
                 break
             positions = lengths + len(steps) - 1
-            logits = model(drawn[:, None], position_ids=positions[:, None], cache=cache)
+            if cache is None:
+                tokens = F.pad(tokens, (0, 1)).scatter_(1, positions[:, None], drawn[:, None])
+                logits = model(tokens, logit_index=positions)
+            else:
+                logits = model(drawn[:, None], position_ids=positions[:, None], cache=cache)
     rows = [row[: ends.get(i)] for i, row in enumerate(torch.stack(steps, dim=1).tolist())]
     return [row[: row.index(eod)] if eod in row else row for row in rows]
 
