@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import megazero
 import pretrain_gpt2
 from examples.finetune_gpt2 import Answers
 from megazero.checkpoint.__main__ import main as checkpoint_command
@@ -22,6 +23,8 @@ from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.tokenizer import build_tokenizer
 from megazero.inference import InferenceConfig, load_model, open_checkpoint
 from megazero.job_batches import Epochs, own_datasets
+from megazero.model.config import GPT2Config
+from megazero.model.gpt2 import GPT2Model
 from tests.ranks import run_ranks, run_script
 from tests.tiny import ROOT, TINY_MODEL, WORDS, logged, run_job
 
@@ -222,6 +225,26 @@ def test_the_pages_merge_of_adapters_has_the_loss_that_they_had_in_training(corp
         for name in ("base", "lora", "still")
     )
     assert merged == pytest.approx(trained, rel=1e-5) and trained < base - 0.01
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_what_leaves_a_recomputed_block_sideways_has_a_gradient_as_the_page_says(one_rank, asks):
+    again, use = (
+        re.search(f"`({start}[^`]*)`", PAGE.read_text())[1] for start in ("again = ", "model.trans[^`]*=again")
+    )
+    grads = []
+    for mode in ("none", "full"):
+        torch.manual_seed(0)
+        config = GPT2Config(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=9, recompute=mode)
+        model, aside = GPT2Model(config).eval(), []
+        model.transformer.layers[0].mlp.register_forward_hook(lambda _, given, out, aside=aside: aside.append(out))
+        if asks:
+            exec(f"{again}\n{use}", {"model": model, "megazero": megazero, "SimpleNamespace": SimpleNamespace})
+        tokens = torch.arange(8)[None]
+        loss = model(tokens, targets=tokens).mean() + aside[0].square().mean()
+        loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *grads)) == asks
 
 
 MADE = type("Made", (), {"__module__": "__main__"})

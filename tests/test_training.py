@@ -650,7 +650,7 @@ PAGE = ROOT / "docs" / "own_scripts.md"
 
 
 def pages_programs() -> list[str]:
-    """A script, jobs from Python, an optimizer for a script, an evaluation, LoRA and its merge, and hooks that find a NaN."""
+    """A script, jobs, an optimizer, a block, an evaluation, LoRA and its merge, and hooks that find a NaN."""
     return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
