@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from megazero.backends import leave_out_cudnn_attention, round_fp32_products, sa
 from megazero.checkpoint.own_model import gpt2_of
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
+from megazero.checkpoint.restore import check_tensors
 from megazero.checkpoint.tags import named
 from megazero.checkpoint.training_state import cut_of
 from megazero.checkpoint.vocabulary import saved_flags, saved_tokenizer
@@ -71,23 +74,28 @@ class Trained:
     client: dict[str, Any]  # what the training job saved beside the weights
     model: GPT2Config  # without settings that only training needs
     tokenizer: Tokenizer
+    changed: Callable[[GPT2Model], GPT2Model] | None = None  # makes it the model that was trained
 
 
-def open_checkpoint(config: InferenceConfig) -> Trained:
+def open_checkpoint(config: InferenceConfig, changed: Callable[[GPT2Model], GPT2Model] | None = None) -> Trained:
     """The checkpoint that the flags name; communicates nothing.
+
+    Args:
+        changed: what the `make_model` of a script of one's own does to a GPT2Model, which may have other parameters then.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no vocabulary where the training job had it.
-        ValueError: the checkpoint is damaged or not of a GPT2Model, or the vocabulary is not the one it was trained with.
+        ValueError: the checkpoint is damaged, or not of a GPT2Model and not `changed`, or the vocabulary is not the one it was
+            trained with.
     """
     assert config.load is not None
     reader = Reader(*named(config.load, config.tag))
     client = client_state(reader)
-    model = gpt2_of(reader, client).for_inference()
+    model = (gpt2_of(reader, client) if changed is None else GPT2Config.of_saved(client, reader.path)).for_inference()
     tokenizer = _tokenizer(config, client, reader.path)
     model.check_parallel(config.model_parallel_size)
     refuse_other_model(config, model, reader.path)
-    return Trained(reader, client, model, tokenizer)
+    return Trained(reader, client, model, tokenizer, changed)
 
 
 def refuse_other_model(config: InferenceConfig, model: GPT2Config, path: Path) -> None:
@@ -136,14 +144,21 @@ def read_model(trained: Trained, groups: ParallelGroups, dtype: torch.dtype) -> 
 
     Each rank reads its own part, without communication; in addition, one parameter at a time is in memory. Neither random streams
     nor a `zero.Init` around it take part.
+
+    Raises:
+        ValueError: the checkpoint has not the parameters of the model, which a script may have changed.
     """
     reader = trained.reader
     with suspended(), torch.random.fork_rng(devices=[]), NoDraws():
         model = GPT2Model(trained.model, group=groups.model, device=comm.local_device(), dtype=dtype)
+        model = trained.changed(model) if trained.changed else model
     cuts, rank, size = mpu.partitions(model), groups.model_parallel_rank, groups.model_parallel_size
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            cut, out = cut_of(cuts.get(name), tuple(parameter.shape), size), parameter.view(-1)
-            reader.read_part(name, reader.entry(name).weight_state, out, cut=cut, rank=rank, size=size)
-    logger.info("loaded %s: %s parameters", reader.path, f"{trained.model.num_parameters():,}")
+    tensors = {name: p.data for name, p in model.named_parameters()}
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in reader.tensors}
+    full = {name: cuts[name].full_shape(x.shape) if name in cuts else tuple(x.shape) for name, x in tensors.items()}
+    check_tensors(reader, list(full.items()))
+    for name, x in tensors.items():
+        cut = cut_of(cuts.get(name), tuple(x.shape), size)
+        reader.read_part(name, reader.entry(name).weight_state, x.view(-1), cut=cut, rank=rank, size=size)
+    logger.info("loaded %s: %s parameters", reader.path, f"{sum(map(prod, full.values())):,}")
     return model.eval()

@@ -21,7 +21,7 @@ from megazero.checkpoint.own_model import OF_GPT2, gpt2_of, name_of
 from megazero.checkpoint.reader import Reader
 from megazero.data.indexed_dataset import IndexedDatasetWriter
 from megazero.data.tokenizer import build_tokenizer
-from megazero.inference import InferenceConfig, load_model, open_checkpoint
+from megazero.inference import InferenceConfig, load_model, open_checkpoint, read_model
 from megazero.job_batches import Epochs, own_datasets
 from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
@@ -155,39 +155,54 @@ def test_a_gpt2_with_adapters_is_neither_evaluated_nor_exported_without_them(cor
             use()
 
 
-def test_the_pages_evaluation_of_a_changed_model_has_the_jobs_own_loss_and_others_are_warned_of(
-    own_world, corpus, tmp_path, caplog
+@pytest.mark.parametrize("adds_parameters", [False, True])
+def test_the_pages_evaluation_of_a_changed_model_has_the_jobs_own_loss_and_others_refuse_or_warn(
+    own_world, corpus, tmp_path, caplog, adds_parameters
 ):
-    (code,) = re.findall(r"```python\n(from megazero.evaluation.*?)```", PAGE.read_text(), re.DOTALL)
+    block, code = (
+        re.search(rf"```python\n({start}.*?)```", PAGE.read_text(), re.DOTALL)[1]
+        for start in ("import torch.nn.functional", "from megazero.evaluation")
+    )
+    imports, change, use = re.fullmatch(r"(.*?)(def changed.*?)(config =.*)", code, re.DOTALL).groups()
+    change = block if adds_parameters else change
     tokenizer = build_tokenizer("GPT2BPETokenizer", tokenizer_path=corpus[3])
     tokens = tokenizer.encode(" ".join(WORDS * 20))[: 4 * 32 + 1]  # four samples of the job, which reads all of them
     (tmp_path / "valid.txt").write_text(tokenizer.decode(tokens))
     with IndexedDatasetWriter(str(tmp_path / "valid"), dtype="uint16") as writer:
         writer.add_document(tokens)
-    (script := tmp_path / "mup.py").write_text(code.partition("config =")[0] + MUP)
-    data = [
-        *corpus[:4],
-        "--split",
-        "1,0,0",
-        "--valid-data",
-        str(tmp_path / "valid"),
-        "--train-iters",
-        "4",
-        "--lr",
-        "1e-2",
-    ]
-    done = run_script(1, str(script), [*TINY_MODEL, *data, "--save", str(tmp_path), "--eval-iters", "2"])
-    assert done.returncode == 0, done.stdout
+    (script := tmp_path / "mup.py").write_text(change + MUP)
+    data = [*corpus[:4], "--split", "1,0,0", "--valid-data", str(tmp_path / "valid"), "--eval-iters", "2"]
+    flags = [*TINY_MODEL, *data, "--lr", "1e-2", "--train-iters", "4"]
+
+    def trained(ranks: int, *more: str) -> float:
+        save = tmp_path / str(ranks)
+        done = run_script(ranks, str(script), [*flags, "--save", str(save), *more])
+        assert done.returncode == 0, done.stdout
+        return next(line["loss"] for line in logged(save) if line["section"] == "valid")
+
+    loss = trained(1)
+    if adds_parameters:
+        assert trained(2, "--model-parallel-size", "2") == pytest.approx(loss, rel=1e-5)
+        script.write_text(script.read_text().replace("mpu.copy_to_model_parallel_region(x, group)", "x"))
+        done = run_script(2, str(script), [*flags, "--model-parallel-size", "2"])
+        assert "attention.k_weight: not marked as parts" in done.stdout, done.stdout
     names = {}
-    exec(code.replace("checkpoints/run1", str(tmp_path)).replace("valid.txt", str(tmp_path / "valid.txt")), names)
-    (loss,) = [line["loss"] for line in logged(tmp_path) if line["section"] == "valid"]
-    assert names["result"].loss == pytest.approx(loss, rel=1e-6)
-    assert (
-        caplog.text.count("mup.make_model made the model in training. Here, the plain GPT2Model gets the weights") == 1
-    )
-    caplog.clear()
-    export_huggingface(Reader(tmp_path), tmp_path / "hf", torch.float32)
-    assert "mup.make_model made the model" in caplog.text
+    use = use.replace("checkpoints/run1", str(tmp_path / "1")).replace("valid.txt", str(tmp_path / "valid.txt"))
+    exec(imports + change + use, names)
+    assert names["result"].loss == pytest.approx(loss, rel=1e-6) and "mup.make_model" not in caplog.text
+    config = InferenceConfig(load=str(tmp_path / "1"))
+    if adds_parameters:
+        with pytest.raises(ValueError, match=r"is not of this model: the model has no .*\.attention\.q_weight"):
+            read_model(open_checkpoint(config, lambda model: model), names["groups"], torch.float32)
+        return
+    for use in (
+        lambda: open_checkpoint(config),
+        lambda: export_huggingface(Reader(tmp_path / "1"), tmp_path / "hf", torch.float32),
+    ):
+        caplog.clear()
+        use()
+        said = "mup.make_model made the model in training. Here, the plain GPT2Model gets the weights"
+        assert caplog.text.count(said) == 1
 
 
 TRAINS_LORA = """

@@ -48,7 +48,7 @@ def read_states(state: TrainingState, reader: Reader, with_optimizer: bool, stri
     places = {segment.name: _place(state, reader, segment) for segment in state.segments()}
     buffers = [(_saved_name(reader, name), buffer) for name, buffer in state.buffers().items()]
     shapes = [(place.name, place.shape) for place in places.values()]
-    _check_tensors(reader, [*shapes, *((name, tuple(buffer.shape)) for name, buffer in buffers)], strict)
+    check_tensors(reader, [*shapes, *((name, tuple(buffer.shape)) for name, buffer in buffers)], strict)
     keys_of, counters = _saved_optimizer(state, reader, places) if with_optimizer else ({}, {})
     state.optimizer.is_torn = True
     if with_optimizer:
@@ -246,7 +246,7 @@ def _place(state: TrainingState, reader: Reader, segment: Segment) -> Place:
     return next((place for place in places if place.name in reader.tensors), places[0])
 
 
-def _check_tensors(reader: Reader, wanted: list[tuple[str, tuple[int, ...]]], strict: bool) -> None:
+def check_tensors(reader: Reader, wanted: list[tuple[str, tuple[int, ...]]], strict: bool = True) -> None:
     """Raises if the checkpoint has other shapes than are wanted, or (`strict`) other names. Otherwise logs which names differ."""
     saved = {name: entry.shape for name, entry in reader.tensors.items()}
     different = [(name, shape) for name, shape in wanted if saved.get(name, shape) != shape]

@@ -393,7 +393,8 @@ class GPT2Config:
         if others := [name for name in names if name not in shapes]:
             raise ValueError(
                 f"{where} is not of this library's GPT2Model: it has {some(others)}. Merge adapters into the weights that they "
-                "change; use another model of your own by megazero.initialize without an optimizer, and load_checkpoint."
+                "change, or open a changed GPT2Model by open_checkpoint(config, changed); use another model of your own by "
+                "megazero.initialize without an optimizer, and load_checkpoint."
             )
 
     def num_parameters(self) -> int:
