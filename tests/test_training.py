@@ -233,7 +233,7 @@ def test_a_phase_of_other_data_begins_at_its_first_sample_and_goes_on_when_resum
         assert done.returncode == 0 and "some samples come again" not in done.stdout, done.stdout
         begins = "a phase of the data begins" in done.stdout, "checkpoint: --split 8,1,1 -> 4,5,1" in done.stdout
         assert begins == (world == 2,) * 2
-        assert "20 samples of 32 tokens" in done.stdout
+        assert " of 32 tokens, 20 asked for" in done.stdout
     expected = {**metrics(tmp_path / "first"), **{i + 3: loss for i, loss in metrics(tmp_path / "second").items()}}
     torch.testing.assert_close(metrics(whole), expected, rtol=1e-6, atol=0)
     done = run_job(flags(other, whole, 9, *more, "--phase-transition-iterations", "6"), 1)
