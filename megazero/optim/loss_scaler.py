@@ -134,11 +134,13 @@ class LossScaler:
             self._after_overflow(where)
         else:
             self.clean_steps += 1
-            doubles = self.clean_steps % self.window == 0
-            if doubles:
-                self.scale *= 2
-            if doubles or self.consecutive_hysteresis:
-                self.hysteresis_left = self.hysteresis
+            self._after_clean_step()
+
+    def _after_clean_step(self) -> None:
+        if self.clean_steps % self.window == 0:
+            self.scale *= 2
+        if self.consecutive_hysteresis or self.clean_steps % self.window == 0:
+            self.hysteresis_left = self.hysteresis
 
     def _after_overflow(self, where: str) -> None:
         if self.hysteresis_left > 0:
