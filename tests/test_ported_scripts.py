@@ -472,6 +472,7 @@ def after_a_backward_that_failed(model, backward, x: Tensor) -> list[Tensor]:
     noise = x.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model(noise)[0].sum(), noise)
     if not isinstance(model, nn.Module):  # plain torch adds it to .grad; an engine has its own backward's alone
+        model.zero_grad()
         model(x)[0].sum().backward()
     backward(model(x)[0].square().sum())
     return [gradient]

@@ -44,7 +44,9 @@ class Replicas:
         self._groups = groups
         self._unseen: dict[str, nn.Parameter] = {}
         self._asked: Counter[str] = Counter()  # updates in which it was compared
-        self._largest = self._rounding = 0.0  # squared: a gradient so far, and a difference of those that are alike
+        # Squared: a gradient so far, and a difference of those that are alike.
+        self._largest: Tensor | float = 0.0
+        self._rounding: Tensor | float = 0.0
         if groups.model_parallel_size > 1:
             cuts, named = partitions(model), model.named_parameters()
             self._unseen = {name: p for name, p in named if name not in cuts and all(shape_of(p))}
@@ -72,12 +74,13 @@ class Replicas:
         squares = torch.stack(comm.all_gathered(squares, self._groups.model)).amax(0)
         if not squares.isfinite().all():  # the step will be skipped
             return
-        apart, size = (dict(zip(rows, column, strict=True)) for column in squares.T.tolist())
-        self._largest = max(self._largest, *size.values())
-        alike = {name for name in rows if apart[name] <= _UNLIKE**2 * size[name]}
-        self._rounding = max([self._rounding, *(apart[name] for name in alike)])
-        small = min(max(self._rounding, _TOO_SMALL**2 * self._largest), _LARGE_ENOUGH**2 * self._largest)
-        if unlike := [name for name in rows if name not in alike and size[name] > small]:
+        apart, size = squares.T
+        are_alike = apart <= _UNLIKE**2 * size
+        self._largest = largest = size.max().clamp(min=self._largest)
+        self._rounding = rounding = torch.where(are_alike, apart, 0).max().clamp(min=self._rounding)
+        small = rounding.clamp(_TOO_SMALL**2 * largest, _LARGE_ENOUGH**2 * largest)
+        may_be_alike = (are_alike | (size <= small)).tolist()
+        if unlike := [name for name, may_be in zip(rows, may_be_alike, strict=True) if not may_be]:
             raise DeepSpeedConfigError(
                 f"{', '.join(unlike)}: not marked as parts of larger parameters, but their gradients are not the same on the "
                 f"{self._groups.model_parallel_size} model-parallel ranks. Nothing has been updated. {_DECLARE} The others get "
@@ -85,9 +88,9 @@ class Replicas:
                 "fork(), and where what they compute enters split layers through mpu.copy_to_model_parallel_region. Those used "
                 "on slices of the sequence pass through mpu.copy_parameters_to_sequence_parallel_region."
             )
-        for name in rows:
+        for name, is_seen in zip(rows, (are_alike & (size > 0)).tolist(), strict=True):
             self._asked[name] += 1
-            if (name in alike and size[name] > 0) or self._asked[name] == _MOST:
+            if is_seen or self._asked[name] == _MOST:
                 del self._unseen[name]
 
     def _squares(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
