@@ -302,7 +302,7 @@ class Engine:
         self._optimizer.refuse_torn()
         for bucket in self.buckets:
             bucket.adopt_written()
-            bucket.weights.let_go()  # also of frozen units, which an update does not outdate
+        self.empty_partition_cache()  # also of frozen units, which an update does not outdate
         delayed = 0 < self.zero.delayed_param_update <= self.global_steps
         self._grad_norm = self.schedule.waiting.until(partial(self._optimizer.update, delayed), "engine.step()")
         if self.placement is not None:
@@ -345,6 +345,7 @@ class Engine:
         self._refuse_without_optimizer("engine.skip_step()")
         self._optimizer.finish()
         self.zero_grad()
+        self.empty_partition_cache()  # which a graph made by a backward may have kept
         self._since_update, self._is_applied = 0, False
         self._count_step(is_skipped=True)
         if self.lr_scheduler is not None:
