@@ -989,6 +989,36 @@ def test_a_read_that_nobody_has_noticed_is_explained_where_it_is_missed():
     run_ranks(2, twice_case)
 
 
+class ReadsBy(nn.Module):
+    """Reads its unit's weight, which is still whole then, by a function."""
+
+    def __init__(self, unit: nn.Module, read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.unit, self.read, self.scale = unit, read, nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.read(self.unit(x * self.scale), self.unit.weight).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("unit", "read"),
+    [
+        (nn.Linear(8, 8), lambda x, weight: x @ weight),
+        (nn.Linear(8, 8), lambda x, weight: weight @ x),
+        (nn.Conv1d(8, 8, 1), F.conv1d),
+        (nn.LayerNorm(8), lambda x, weight: F.layer_norm(x, (8,), weight)),
+        (nn.GroupNorm(2, 8), lambda x, weight: F.group_norm(x, 2, weight)),
+        (nn.GroupNorm(2, 8), torch.mul),
+    ],
+)
+def test_an_unnoticed_read_is_explained_whatever_torch_says_of_it(one_rank, unit, read):
+    engine = make_engine(ReadsBy(unit, read), 3, zero_units=[unit])
+    loss = engine(torch.randn(8, 8))
+    engine.backward(loss, retain_graph=True)
+    with pytest.raises(RuntimeError, match="call megazero.zero.register_external_parameter"):
+        engine.backward(loss)
+
+
 @pytest.mark.parametrize(
     ("stage", "kind", "said"),
     [
