@@ -109,7 +109,8 @@ def exception_case() -> None:
             Failing.fails = False
             gc.collect()
             assert Failing.input() is None, "a smaller batch may need its memory, and that of its graph"
-        for late in (None, engine.module.blocks[0].up.weight):  # reductions are under way when its gradient comes
+        # Of the loss, or of a parameter: reductions are under way when its gradient comes.
+        for late, discard in ((None, engine.zero_grad), (engine.module.blocks[0].up.weight, engine.skip_step)):
             loss = engine(my_batch())
             handle = (loss if late is None else late).register_hook(lambda _: 1 / 0)
             with pytest.raises(ZeroDivisionError):
@@ -118,7 +119,7 @@ def exception_case() -> None:
             for act in (lambda e: e.backward(e(my_batch())), lambda e: e.grad_norms(), lambda e: e.step()):
                 with pytest.raises(EngineStateError, match=r"failed.*engine.zero_grad\(\) on every rank"):
                     act(engine)
-            engine.zero_grad()
+            discard()
             engine(my_batch()).backward()  # not the engine's: its gradients are dropped
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(Gradient, "_allocated", lambda _: 1 / 0)  # there is no memory for G
