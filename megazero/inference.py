@@ -31,6 +31,7 @@ from megazero.mpu.groups import ParallelGroups, check_model_parallel_size, group
 from megazero.optim.loss_scaler import DtypeConfig
 from megazero.option import check_options, flag_of, option
 from megazero.zero.init import suspended
+from megazero.zero.units import target_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +153,8 @@ def read_model(trained: Trained, groups: ParallelGroups, dtype: torch.dtype) -> 
     with suspended(), torch.random.fork_rng(devices=[]), NoDraws():
         model = GPT2Model(trained.model, group=groups.model, device=comm.local_device(), dtype=dtype)
         model = trained.changed(model) if trained.changed else model
+    for parameter in model.parameters():  # a script's own may be of any, which the engine converts, too
+        parameter.data = parameter.data.to(target_dtype(parameter.dtype, dtype))
     cuts, rank, size = mpu.partitions(model), groups.model_parallel_rank, groups.model_parallel_size
     tensors = {name: p.data for name, p in model.named_parameters()}
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in reader.tensors}
@@ -159,6 +162,8 @@ def read_model(trained: Trained, groups: ParallelGroups, dtype: torch.dtype) -> 
     check_tensors(reader, list(full.items()))
     for name, x in tensors.items():
         cut = cut_of(cuts.get(name), tuple(x.shape), size)
-        reader.read_part(name, reader.entry(name).weight_state, x.view(-1), cut=cut, rank=rank, size=size)
+        values = x.reshape(-1)  # its own memory, unless it is not contiguous
+        reader.read_part(name, reader.entry(name).weight_state, values, cut=cut, rank=rank, size=size)
+        x.copy_(values.view(x.shape))
     logger.info("loaded %s: %s parameters", reader.path, f"{sum(map(prod, full.values())):,}")
     return model.eval()

@@ -194,6 +194,15 @@ def test_the_pages_evaluation_of_a_changed_model_has_the_jobs_own_loss_and_other
     if adds_parameters:
         with pytest.raises(ValueError, match=r"is not of this model: the model has no .*\.attention\.q_weight"):
             read_model(open_checkpoint(config, lambda model: model), names["groups"], torch.float32)
+
+        def changed(model: GPT2Model) -> GPT2Model:  # into fp32 and another layout, as layers of one's own may be
+            for parameter in names["changed"](model).float().parameters():
+                parameter.data = parameter.data.t().contiguous().t()
+            return model
+
+        read = read_model(open_checkpoint(config, changed), names["groups"], torch.bfloat16)
+        for ours, theirs in zip(read.parameters(), names["model"].parameters(), strict=True):
+            assert ours.dtype == torch.bfloat16 and torch.equal(ours, theirs.bfloat16())
         return
     for use in (
         lambda: open_checkpoint(config),
