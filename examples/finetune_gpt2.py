@@ -25,7 +25,7 @@ from megazero.logging import ALIKE, get_logger
 from megazero.texts import load_rows
 from megazero.training import pretrain
 
-logger = get_logger(__name__)
+logger = get_logger("megazero.finetune")  # which is shown; __name__ is that of the script
 
 
 class Answers:
