@@ -162,8 +162,9 @@ def read_model(trained: Trained, groups: ParallelGroups, dtype: torch.dtype) -> 
     check_tensors(reader, list(full.items()))
     for name, x in tensors.items():
         cut = cut_of(cuts.get(name), tuple(x.shape), size)
-        values = x.reshape(-1)  # its own memory, unless it is not contiguous
+        values = x.reshape(-1)
         reader.read_part(name, reader.entry(name).weight_state, values, cut=cut, rank=rank, size=size)
-        x.copy_(values.view(x.shape))
+        if not x.is_contiguous():  # then these are a copy
+            x.copy_(values.view(x.shape))
     logger.info("loaded %s: %s parameters", reader.path, f"{sum(map(prod, full.values())):,}")
     return model.eval()
