@@ -38,7 +38,7 @@ class Sharding:
 class ZeroConfig:
     """Which model states are sharded over the data-parallel group (ZeRO, arXiv:1910.02054) and how gradients are reduced.
 
-    Each field is a flag of the job, and `python -m pretrain_gpt2 --help` says what it means.
+    `python -m pretrain_gpt2 --help` says what those fields mean that are flags of the job, too; comments say it of the others.
     """
 
     stage: int = option(
