@@ -149,7 +149,6 @@ REFUSED = {
             "--rotary-percent",
             "--rotary-interleaved",
             "--rotary-seq-len-interpolation-factor",
-            "--use-rope-scaling",
             "--add-qkv-bias",
             "--qk-layernorm",
             "--window-size",

@@ -27,8 +27,14 @@ SEEN_IN_SHAPES = (
     "disable_bias_linear",
     "untie_embeddings_and_output_weights",
 )
-UNSEEN_IN_SHAPES = ("num_attention_heads", "layernorm_epsilon", "rotary_base")
-_BEYOND_GPT2 = {*SEEN_IN_SHAPES, "group_query_attention", "rotary_base"} - {*SIZES}
+UNSEEN_IN_SHAPES = (
+    "num_attention_heads",
+    "layernorm_epsilon",
+    "rotary_base",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+)
+_BEYOND_GPT2 = {*SEEN_IN_SHAPES, *UNSEEN_IN_SHAPES[2:], "group_query_attention"} - {*SIZES}
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,12 @@ class GPT2Config:
         choices=("learned_absolute", "rope"),
     )
     rotary_base: int = option(10000, "with --position-embedding-type rope: base of the wavelengths", at_least=1)
+    use_rope_scaling: bool = option(
+        False, "with --position-embedding-type rope: long wavelengths are longer, as from Llama 3.1 on"
+    )
+    rope_scaling_factor: float = option(
+        8.0, "with --use-rope-scaling: by what factor (8 in Llama 3.1, 32 in Llama 3.2)", at_least=1
+    )
     group_query_attention: bool = option(
         False, "several attention heads share their keys and values, in --num-query-groups groups"
     )
@@ -185,11 +197,16 @@ class GPT2Config:
                 f"--position-embedding-type rope turns pairs of a head's elements, and heads have {self.head_size}: "
                 f"--hidden-size {self.hidden_size} / --num-attention-heads {self.num_attention_heads}. Change one of them."
             )
-        if self.position_embedding_type != "rope" and self.rotary_base != GPT2Config.rotary_base:
-            raise ValueError(
-                f"--rotary-base {self.rotary_base} is of --position-embedding-type rope, which is not given. Give both, or "
-                "neither."
-            )
+        for given, name, needed in (
+            (self.position_embedding_type == "rope", "rotary_base", "--position-embedding-type rope"),
+            (self.position_embedding_type == "rope", "use_rope_scaling", "--position-embedding-type rope"),
+            (self.use_rope_scaling, "rope_scaling_factor", "--use-rope-scaling"),
+        ):
+            field = GPT2Config.__dataclass_fields__[name]
+            if not given and getattr(self, name) != field.default:
+                raise ValueError(
+                    f"{as_given(field, getattr(self, name))} is of {needed}, which is not given. Give both, or neither."
+                )
 
     def _check_tiles(self) -> None:
         if self.memory_centric_tiled_linear and self.sequence_parallel and self.layernorm != "torch":

@@ -176,7 +176,8 @@ class GPT2Model(nn.Module):
     ) -> Tensor:
         config, rotation = self.config, None
         if config.position_embedding_type == "rope":
-            rotation = rotation_of(position_ids, config.head_size, config.rotary_base, x.dtype)
+            factor = config.rope_scaling_factor if config.use_rope_scaling else None
+            rotation = rotation_of(position_ids, config.head_size, config.rotary_base, x.dtype, factor)
         if cache is None:
             mask = None if document_ids is None else document_mask(document_ids, x.dtype)
             return self.transformer(x, mask, None, rotation)

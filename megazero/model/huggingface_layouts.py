@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megazero.logging import ALIKE, get_logger
+from megazero.model import rotary
 from megazero.model.config import GPT2Config
 
 logger = get_logger(__name__)
@@ -106,12 +107,22 @@ _LLAMA_FLAGS: dict[str, Any] = {
 }
 
 
+# What is beside the factor in config.json, of every Llama from 3.1 on.
+_LLAMA3_SCALING = {
+    "low_freq_factor": rotary.LOW,
+    "high_freq_factor": rotary.HIGH,
+    "original_max_position_embeddings": rotary.ORIGINAL_POSITIONS,
+}
+
+
 def _llama_to_theirs(config: GPT2Config) -> dict[str, object]:
+    scaling = {"rope_type": "llama3", "factor": config.rope_scaling_factor, **_LLAMA3_SCALING}
     return {
         "hidden_act": "silu",
         "intermediate_size": config.mlp_size,
         "num_key_value_heads": config.key_value_heads,
-        "rope_theta": float(config.rotary_base),  # in rope_parameters since transformers 5, which reads it here too
+        "rope_theta": float(config.rotary_base),  # in rope_parameters since transformers 5, which reads both here too
+        "rope_scaling": scaling if config.use_rope_scaling else None,
         "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
     }
 
@@ -124,7 +135,11 @@ def _llama_to_ours(config: Mapping[str, Any], given: dict[str, Any]) -> GPT2Conf
         "rope_theta": config.get("rope_theta", 10000.0),
         **(config.get("rope_scaling") or config.get("rope_parameters") or {}),
     }
-    rope_type, base = rope.get("rope_type", rope.get("type", "default")), int(rope["rope_theta"])
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    base, is_scaled = int(rope["rope_theta"]), rope["rope_type"] == "llama3"
+    if is_scaled:
+        scaling = {key: (value,) for key, value in _LLAMA3_SCALING.items()}
+        check_supported({**dict.fromkeys(scaling), **rope}, **scaling)
     ours = GPT2Config(
         **given,
         **_LLAMA_FLAGS,
@@ -132,15 +147,17 @@ def _llama_to_ours(config: Mapping[str, Any], given: dict[str, Any]) -> GPT2Conf
         group_query_attention=groups is not None,
         num_query_groups=groups,
         rotary_base=base,
+        use_rope_scaling=is_scaled,
+        rope_scaling_factor=float(rope["factor"]) if is_scaled else GPT2Config.rope_scaling_factor,
         untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
     )
     check_supported(
-        {**config, "rope_type": rope_type, "rope_theta": rope["rope_theta"]},
+        {**config, **rope},
         hidden_act=("silu",),
         attention_bias=(False,),
         mlp_bias=(False,),
         head_dim=(None, ours.head_size),
-        rope_type=("default",),
+        rope_type=("default", "llama3"),
         rope_theta=(base,),
     )
     window = config.get("sliding_window")

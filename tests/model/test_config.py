@@ -127,6 +127,8 @@ OTHERS = {
     "swiglu": True,
     "position_embedding_type": "rope",
     "rotary_base": 500,
+    "use_rope_scaling": True,
+    "rope_scaling_factor": 4.0,
     "num_query_groups": 2,
     "disable_bias_linear": True,
     "untie_embeddings_and_output_weights": True,
@@ -134,6 +136,8 @@ OTHERS = {
 # What both models have, as the field means nothing without.
 BOTH = {
     "rotary_base": {"position_embedding_type": "rope"},
+    "use_rope_scaling": {"position_embedding_type": "rope"},
+    "rope_scaling_factor": {"position_embedding_type": "rope", "use_rope_scaling": True},
     "num_query_groups": {"group_query_attention": True, "num_query_groups": 6},
 }
 
@@ -316,6 +320,8 @@ def test_only_rotary_positions_may_be_more_in_the_same_model():
         ({"group_query_attention": True}, "--group-query-attention is given and --num-query-groups is not given"),
         ({"group_query_attention": True, "num_query_groups": 5}, "--num-attention-heads 16 .* --num-query-groups 5"),
         ({"rotary_base": 500}, "--rotary-base 500 is of --position-embedding-type rope, which is not given"),
+        ({"use_rope_scaling": True}, "--use-rope-scaling is of --position-embedding-type rope, which is not given"),
+        ({"rope_scaling_factor": 4.0}, "--rope-scaling-factor 4.0 is of --use-rope-scaling, which is not given"),
         ({"position_embedding_type": "rope", "hidden_size": 48}, "heads have 3: --hidden-size 48 / --num-attention"),
         ({"position_embedding_type": "alibi"}, "must be one of learned_absolute, rope, got 'alibi'"),
         ({"normalization": "RMSNorm", "layernorm": "apex"}, "--layernorm apex .* --normalization is RMSNorm"),

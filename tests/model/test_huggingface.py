@@ -34,7 +34,10 @@ CONFIG = GPT2Config(
 GROUPED = replace(CONFIG, **LLAMA)
 TIED = replace(GROUPED, untie_embeddings_and_output_weights=False)
 UNGROUPED = replace(GROUPED, group_query_attention=False, num_query_groups=None)
-CONFIGS = {"gpt2": CONFIG, "llama": UNGROUPED, "grouped": GROUPED, "tied": TIED}
+# A head's three wavelengths, 6, 6283 and 6 million positions, are of each kind: kept, between, and scaled.
+SCALED = replace(TIED, rotary_base=10**9, use_rope_scaling=True, rope_scaling_factor=32.0)
+CONFIGS = {"gpt2": CONFIG, "llama": UNGROUPED, "grouped": GROUPED, "tied": TIED, "scaled": SCALED}
+LLAMA3 = config_to_huggingface(SCALED)["rope_scaling"]
 of_each = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
@@ -79,7 +82,7 @@ def parity_case(config, state, want):
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [("gpt2", 1), ("gpt2", 2), ("gpt2", 4), ("llama", 2), ("tied", 2), ("grouped", 1), ("grouped", 2)],
+    [("gpt2", 1), ("gpt2", 2), ("gpt2", 4), ("llama", 2), ("tied", 2), ("grouped", 1), ("grouped", 2), ("scaled", 2)],
 )
 def test_logits_loss_and_gradients_equal_transformers(name, world_size):
     theirs = their_model(CONFIGS[name])
@@ -169,6 +172,16 @@ def test_keys_that_are_left_out_have_their_defaults(model_type, parameters, voca
     assert (config.num_parameters(), config.vocab_size) == (parameters, vocab_size)
 
 
+def test_llamas_from_3_1_on_are_what_their_config_json_says():
+    shared = {"model_type": "llama", "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8}
+    small = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True}
+    large = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "tie_word_embeddings": False}
+    for factor, sizes, parameters in ((32.0, small, 1_235_814_400), (8.0, large, 8_030_261_248)):
+        config = config_from_huggingface({**shared, **sizes, "rope_scaling": {**LLAMA3, "factor": factor}})
+        assert (config.use_rope_scaling, config.rope_scaling_factor) == (True, factor)
+        assert config.num_parameters() == parameters
+
+
 @pytest.mark.parametrize("model_type", ["gpt2", "llama", "mistral"])
 def test_defaults_are_those_of_transformers(model_type):
     given = {"model_type": model_type, "sliding_window": None}
@@ -228,7 +241,12 @@ def test_a_configuration_that_we_cannot_compute_is_refused(key, value):
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"head_dim": 160}, "head_dim=160, and this model supports only None or 128"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "rope_type='llama3'"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}},
+            "low_freq_factor=None, and .* only 1.0",
+        ),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 2.0}}, "high_freq_factor=2.0, and .* only 4.0"),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 4096}}, "=4096, and .* only 8192"),
         ({"rope_theta": 10000.5}, "rope_theta=10000.5"),
         ({"model_type": "mistral"}, "sliding_window=4096 and max_position_embeddings=131072"),
     ],
