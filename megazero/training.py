@@ -295,8 +295,10 @@ def _ask_to_stop(job: Job) -> comm.Readout:
 
 
 def _why_stop(job: Job) -> str:
-    """Why all ranks stop, where one of them was asked to."""
-    return job.stop.reason or "another rank was signalled"
+    """Why all ranks stop, where one of them was asked to. Collective over the world."""
+    reasons = enumerate(comm.all_gathered_objects(job.stop.reason))
+    rank, reason = next((rank, reason) for rank, reason in reasons if reason)
+    return reason if rank == 0 else f"{reason}, on rank {rank}"
 
 
 def _tell_others(loss: Tensor, stop: StopSignal) -> comm.Readout:
@@ -379,8 +381,9 @@ def evaluate_and_log(job: Job, metrics: MetricsWriter, sets: dict[str, Any], par
         section, of_set = (f"{part}/{name}", f" of {name}") if name else (part, "")
         what = f"{'validation' if part == 'valid' else part} loss{of_set}"
         if loss is None:
-            logger.info("no %s at %s: %s", what, where, _why_stop(job))
-            return _why_stop(job)
+            why = _why_stop(job)
+            logger.info("no %s at %s: %s", what, where, why)
+            return why
         line = f" {what} at {where} | LM loss: {loss:.6E} | LM PPL: {perplexity(loss):.6E}"
         logger.info("-" * len(line))
         logger.info(line)
