@@ -148,7 +148,7 @@ def pretrain(
         if train is None:
             raise ValueError(NO_TRAINING_DATA)
         job.stop.take_signals()  # not earlier: tokenizing the data may take hours
-        with progress_bar(job) as bar, tells_out_of_memory(config, job):
+        with job.stop.given_back_on_error(), progress_bar(job) as bar, tells_out_of_memory(config, job):
             _train(job, metrics, train, valid, bar)
     else:
         logger.info(
@@ -158,8 +158,10 @@ def pretrain(
         )
     if not job.is_cut and job.iteration >= flags.train_iters:
         parts = (("valid", valid), ("test", test))
-        job.is_cut = any(evaluate_and_log(job, metrics, sets, part, "the end of training") for part, sets in parts)
+        with job.stop.given_back_on_error():
+            job.is_cut = any(evaluate_and_log(job, metrics, sets, part, "the end of training") for part, sets in parts)
     _finish(job, metrics)
+    is_signalled = comm.largest(job.stop.received is not None)
     # As late as possible: if a node joins, torchrun signals the ranks of all nodes, but not at the same moment.
     if job.is_cut and comm.is_left_by_nodes(job.stop.received is not None):
         comm.leave_distributed()  # together with the ranks that were signalled, and end without an error
@@ -167,7 +169,7 @@ def pretrain(
             "ranks of another node were signalled, and all have saved. Those of this node end as failed, so that torchrun starts "
             "them again (--max-restarts). To end the job, signal the ranks of every node."
         )
-    if not job.is_cut:  # else this process is leaving
+    if not is_signalled:  # else this process is leaving, also where only another rank got the signal so far
         job.stop.give_signals_back()
     return job
 

@@ -334,29 +334,61 @@ def pretrained(arguments: list[str], **more: object) -> Job:
 
 
 def handlers_case(arguments: list[str], when: str) -> bool:
-    def ask(_: Job) -> None:
-        if when == "a stop was asked for":
+    def ask(job: Job) -> None:
+        if when == "a rank is signalled" and comm.get_rank() == comm.get_world_size() - 1:
             signal.raise_signal(signal.SIGUSR1)
+        if when == "a limit is reached":
+            job.stop.end_at(time.monotonic(), when)
+        if when == "it fails":
+            failed.append(job)
+            raise FloatingPointError(when)
 
+    failed: list[Job] = []
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     work = partial(pretrained, arguments, before_update=ask)
     if when == "in another thread":
         with ThreadPoolExecutor() as pool:
             job = pool.submit(work).result()
     else:
-        job = work()
+        with pytest.raises(FloatingPointError) if when == "it fails" else nullcontext():
+            job = work()
+        job = failed[0] if failed else job
     after = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     taken = {number: handler if handler is signal.SIG_IGN else job.stop for number, handler in before.items()}
     assert after in (before, taken)
-    assert job.iteration == (1 if when == "a stop was asked for" else 2)
+    steps = {"a rank is signalled": 1, "a limit is reached": 1, "it fails": 0}
+    assert job.iteration == steps.get(when, 2)
     return after == before
 
 
 @pytest.mark.parametrize(
-    ("when", "are_back"), [("it ends by itself", True), ("in another thread", True), ("a stop was asked for", False)]
+    ("when", "ranks", "are_back"),
+    [
+        ("it ends by itself", 1, True),
+        ("in another thread", 1, True),
+        ("a limit is reached", 1, True),
+        ("it fails", 1, True),
+        ("a rank is signalled", 2, False),
+    ],
 )
-def test_pretrain_gives_signals_back_to_its_caller_unless_the_process_is_leaving(corpus, tmp_path, when, are_back):
-    assert run_ranks(1, handlers_case, flags(corpus, tmp_path, 2), when) == [are_back]
+def test_pretrain_gives_signals_back_to_its_caller_unless_the_process_is_leaving(
+    corpus, tmp_path, when, ranks, are_back
+):
+    assert run_ranks(ranks, handlers_case, flags(corpus, tmp_path, 2), when) == [are_back] * ranks
+
+
+def test_under_torchrun_a_failed_job_keeps_the_handlers_which_know_what_has_come(monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
+    stop = StopSignal()
+    stop.take_signals()
+    try:
+        with pytest.raises(RuntimeError), stop.given_back_on_error():
+            raise RuntimeError
+        assert signal.getsignal(signal.SIGTERM) is stop
+    finally:
+        stop.give_signals_back()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def jobs_case(corpus: list[str], folder: Path) -> None:
