@@ -90,7 +90,7 @@ def run_script(check: Callable[[int], T], work: Callable[[T], object]) -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")
     is_later = descriptor is None and get_local_rank() != 0
-    setup_logging(rank, logging.INFO if descriptor is None else logging.ERROR)  # the job itself logs warnings
+    setup_logging(rank, None if descriptor is None else logging.ERROR)  # the job itself logs warnings
     if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         logger.warning("a rank has failed, and all were started again: restart %d of %s", restarts, most, extra=ALIKE)

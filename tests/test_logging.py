@@ -39,6 +39,18 @@ def test_a_level_that_the_script_has_set_stays_and_one_that_is_asked_for_is_set(
         logger.setLevel(level)
 
 
+def test_a_level_that_the_script_has_set_stays_in_run_script():
+    script = """
+import logging
+from megazero.entry import run_script
+logger = logging.getLogger("megazero")
+logger.setLevel(logging.DEBUG)
+run_script(lambda ranks: None, lambda _: logger.debug("line"))
+"""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    assert done.stdout == "DEBUG: line\n"
+
+
 def test_handlers_of_the_logger_receive_the_log_and_those_of_the_root_do_not(tmp_path):
     script = f"""
 import logging
