@@ -204,15 +204,20 @@ def refuse_unwritable_output(path: str | None) -> None:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics file, with nan for null, up to one that is half-written or damaged; none where there is no file."""
+    """The lines of a metrics file, with nan for null; none where there is no file.
+
+    What no `MetricsWriter` has written is left out, and a line that is half-written or damaged.
+    """
     # Not `is_file`: from Python 3.14 on it is False of a file that cannot be looked at, which would then be replaced.
     with suppress(FileNotFoundError), open(path, errors="replace") as file:
         for text in file:
             try:
                 line = json.loads(text)
+                kinds = type(line["iteration"]), type(line["section"])
+            except (ValueError, RecursionError, TypeError, KeyError):  # the last two: no object, or another one
+                continue
+            if kinds == (int, str):
                 yield {name: math.nan if value is None else value for name, value in line.items()}
-            except (json.JSONDecodeError, AttributeError):  # AttributeError: no object
-                return
 
 
 def by_section(lines: Iterable[dict[str, Any]], part: str) -> dict[str, list[dict[str, Any]]]:

@@ -83,6 +83,24 @@ def test_a_log_that_cannot_be_looked_at_for_a_moment_is_continued(tmp_path, monk
     assert [line["loss"] for line in logged(tmp_path)] == [8.0, 7.0]
 
 
+FOREIGN = """{"note": "lr lowered"}
+{"iteration": 1}
+{"iteration": "1", "section": "train"}
+{"iteration": 1, "section": ["train"]}
+["iteration", "section"]
+7
+
+{"iteration": 1, "sec"""
+
+
+@pytest.mark.parametrize("text", [*FOREIGN.splitlines(), "9" * 5000, "[" * 200_000], ids=lambda text: text[:20])
+def test_a_line_of_another_program_or_a_damaged_one_takes_none_behind_it_along(tmp_path, text):
+    path, lines = tmp_path / "metrics.jsonl", ['{"iteration": 1, "section": "train", "loss": 8.0}', text]
+    path.write_text("\n".join([*lines, '{"iteration": 2, "section": "train", "loss": 7.0}', ""]))
+    MetricsWriter(str(tmp_path), None, 2).write(3, {"loss": 6.0}, "train")
+    assert [line["loss"] for line in logged(tmp_path)] == [8.0, 7.0, 6.0]
+
+
 def test_a_run_that_continues_elsewhere_starts_a_log_and_one_that_cannot_be_read_is_not_replaced(tmp_path, unreadable):
     MetricsWriter(str(tmp_path), None, 1).write(2, {"loss": 7.0}, "train")
     assert [line["loss"] for line in logged(tmp_path)] == [7.0]
