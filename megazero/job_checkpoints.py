@@ -254,8 +254,8 @@ def warn_of_other_data(job: Job, corpora: list[str], shuffled_epochs: list[list[
         )
     elif job.shuffled_epochs not in (None, shuffled_epochs):
         logger.warning(
-            "the run is now %d samples long, which takes another number of epochs of the data, or crosses 80 %% of the last one: "
-            "their order changes, and some samples come again",
+            "the run, or this phase of it, is now %d samples long, which takes another number of epochs of the data, or crosses "
+            "80 %% of the last one: their order changes, and some samples come again",
             job.phase_samples,
             extra=ALIKE,
         )

@@ -230,7 +230,7 @@ def test_a_phase_that_begins_forgets_the_order_of_the_one_before_and_one_that_go
 def test_a_phase_that_takes_another_number_of_epochs_is_warned_of_with_its_own_samples(caplog):
     job = SimpleNamespace(corpora=None, shuffled_epochs=[[1]], phase_samples=12, train_samples=48)
     job_checkpoints.warn_of_other_data(job, ["0-8 of a"], [[2]])
-    assert "is now 12 samples long" in caplog.text
+    assert "the run, or this phase of it, is now 12 samples long" in caplog.text
 
 
 FULL_DISK = """
