@@ -252,7 +252,8 @@ def log_step(
         "peak_memory_mb": peak_memory_bytes(job.device) / 2**20,
     }
     of_parameters = {f"grad_norm/{name}": norm for name, norm in job.grad_norms.items()}
-    metrics.write(job.iteration, {**of_parameters, **job.own_scalars, **report.scalars(), **more}, "train")
+    own = {name: float(number) for name, number in job.own_scalars.items()}  # of whatever kind: tensors, numpy's
+    metrics.write(job.iteration, {**of_parameters, **own, **report.scalars(), **more}, "train")
 
 
 def summary(job: Job, metrics: MetricsWriter, peaks: list[int]) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -389,6 +390,19 @@ def test_under_torchrun_a_failed_job_keeps_the_handlers_which_know_what_has_come
     finally:
         stop.give_signals_back()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def own_scalars_case(arguments: list[str]) -> None:
+    def measure(job: Job) -> None:
+        job.own_scalars |= {"tensor": torch.tensor(1.5), "numpy": np.float32(2.5), "count": 3}
+
+    pretrained(arguments, before_update=measure)
+
+
+def test_a_scripts_own_numbers_may_be_tensors_and_numpys(corpus, tmp_path):
+    run_ranks(1, own_scalars_case, flags(corpus, tmp_path, 1))
+    (line,) = logged(tmp_path)
+    assert (line["tensor"], line["numpy"], line["count"]) == (1.5, 2.5, 3)
 
 
 def jobs_case(corpus: list[str], folder: Path) -> None:
