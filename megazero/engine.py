@@ -126,7 +126,7 @@ class Engine:
             )
             if not clip_grad >= 0:
                 raise ValueError(f"clip_grad must be a norm, or 0 for none, got {clip_grad}.")
-            self.set_gradient_accumulation_steps(gradient_accumulation_steps)
+            self._accumulation_steps = _micro_batches(gradient_accumulation_steps)
             self.zero, meter = placed(zero or ZeroConfig(), placement_meter)
             units = select_units(model, zero_units)
             refuse_unfit(model, units, groups, group_of, len(group_settings), self.zero)
@@ -432,10 +432,18 @@ class Engine:
         return self._accumulation_steps
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Changes the number of micro-batches per optimizer step; call it between two steps."""
-        steps = _integer("gradient_accumulation_steps", steps)
-        if steps < 1:
-            raise ValueError(f"gradient_accumulation_steps must be at least 1, got {steps}.")
+        """Changes the number of micro-batches per optimizer step; call it between two steps.
+
+        Raises:
+            EngineStateError: there are gradients of a step's first micro-batches, each of which counts by the old number.
+        """
+        steps = _micro_batches(steps)
+        if steps != self._accumulation_steps and self._optimizer.has_gradients:
+            raise EngineStateError(
+                f"gradient_accumulation_steps {steps} in the middle of a step, of which each micro-batch so far counts "
+                f"1/{self._accumulation_steps}. Set it between two steps; or let the next micro-batch be this step's last by "
+                "set_gradient_accumulation_boundary(True)."
+            )
         self._accumulation_steps = steps
         if self.placement is not None:
             self.placement.expect(steps)
@@ -791,6 +799,14 @@ def _integer(name: str, value: Any) -> int:
     if not isinstance(value, Integral):
         raise ValueError(f"{name} must be an integer, got {value!r}.")
     return int(value)
+
+
+def _micro_batches(steps: Any) -> int:
+    """The number of micro-batches per optimizer step, if it is one."""
+    steps = _integer("gradient_accumulation_steps", steps)
+    if steps < 1:
+        raise ValueError(f"gradient_accumulation_steps must be at least 1, got {steps}.")
+    return steps
 
 
 def _described(loss: Any) -> str:

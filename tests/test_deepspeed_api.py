@@ -351,6 +351,7 @@ def accumulation_case(stage: int) -> None:
     else:
         with pytest.raises(AssertionError, match="no_sync"), engine.no_sync():
             pass
+    engine.zero_grad()
     engine.set_gradient_accumulation_steps(np.int64(4))
     assert type(engine.train_batch_size()) is int  # counted from it, it goes into a checkpoint's JSON
     engine.set_train_batch_size(12)
@@ -811,6 +812,14 @@ def test_a_new_batch_size_counts_from_the_last_update(one_rank):
         engine.backward(loss_of(engine(x)))
         engine.step()
     engine.set_train_batch_size(8)
+    engine.backward(loss_of(engine(x)))
+    for asked in (engine.set_train_batch_size, engine.set_gradient_accumulation_steps):
+        with pytest.raises(
+            AssertionError, match="in the middle of a step, of which each micro-batch so far counts 1/4"
+        ):
+            asked(2)
+    engine.set_train_batch_size(8)  # as before
+    engine.zero_grad()
     boundaries = []
     for _ in range(8):
         boundaries.append(engine.is_gradient_accumulation_boundary())
