@@ -35,7 +35,11 @@ class StepProfiler:
             kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
             self._profile = profile(activities=kinds, record_shapes=True)
             self._profile.start()
-        yield
+        try:
+            yield
+        except BaseException:
+            self.finish(step)  # else torch would go on recording whatever the process does
+            raise
         if step == self.last:
             self.finish(step)
 
@@ -43,9 +47,9 @@ class StepProfiler:
         """Writes the trace recorded up to `step`, if there is one. If it cannot be written, it only warns."""
         if self._profile is None:
             return
-        self._profile.stop()
         path = self.folder / f"rank0_steps_{self.first}-{step}.pt.trace.json"
         try:
+            self._profile.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
             with written_aside(path) as file:
                 self._profile.export_chrome_trace(file.name)

@@ -37,6 +37,16 @@ def test_the_trace_has_the_steps_that_were_asked_for_and_no_others(tmp_path, ste
     assert found == {f"step {step}" for step in range(steps[0], last + 1)} and "aten::add" in names(file)
 
 
+def test_a_step_that_fails_is_the_last_in_the_trace(tmp_path):
+    profiler = StepProfiler((1, 3), tmp_path)
+    with profiler.step(1):
+        torch.ones(2) + 1
+    with pytest.raises(FloatingPointError), profiler.step(2):
+        raise FloatingPointError
+    assert not torch.autograd._profiler_enabled()
+    assert "aten::add" in names(tmp_path / "rank0_steps_1-2.pt.trace.json")
+
+
 def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "profile").write_text("a file")
     run(StepProfiler((1, 1), tmp_path / "profile"), 2)
