@@ -148,10 +148,10 @@ def describe_memory(job: Job, title: str, measured: dict[str, int]) -> str:
 
 
 class MemoryWatch:
-    """Measures one step: the most memory held of each kind, and in all.
+    """Measures what a `with` block does, such as one step: in `most`, the most memory held of each kind, and in all.
 
-    Hooks take measurements before every unit's forward, after every parameter's gradient and around every update. Use it for one
-    step only.
+    Hooks take measurements before every unit's forward, after every parameter's gradient and around every update; another one is
+    taken at the end. A block that fails is left without hooks, too.
 
     Args:
         device_type: as in `StateSettings`, which the plan beside it is made with.
@@ -159,20 +159,21 @@ class MemoryWatch:
 
     def __init__(self, engine: Engine, device_type: str = "cuda") -> None:
         self.engine, self._is_host = engine, device_type == "cpu"
-        self.most: dict[str, int] = {}
-        units = [unit.register_forward_pre_hook(self._look) for unit in find_units(engine.module)]
-        trained = [p for p in engine.module.parameters() if p.requires_grad]
+        self.most: dict[str, int] = {}  # what `describe_memory` shows
+
+    def __enter__(self) -> MemoryWatch:
+        units = [unit.register_forward_pre_hook(self._look) for unit in find_units(self.engine.module)]
+        trained = [p for p in self.engine.module.parameters() if p.requires_grad]
         # These hooks are on all optimizers, because one with hooks of its own is not stepped bucket by bucket.
         updates = [register_optimizer_step_pre_hook(self._look), register_optimizer_step_post_hook(self._look)]
         self._handles = [*units, *updates, *(p.register_post_accumulate_grad_hook(self._look) for p in trained)]
+        return self
 
-    def stop(self) -> dict[str, int]:
-        """Removes the hooks and returns what `describe_memory` shows."""
-        # Adam on the host is not a step of the torch optimizer, so these hooks do not see the moments that it makes.
-        self._look()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        return self.most
+        if kind is None:  # Adam on the host is not a step of the torch optimizer, so the hooks do not see its moments
+            self._look()
 
     def _look(self, *_: object) -> None:
         held = self.engine.memory()

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -193,7 +193,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
     stop: str | None = None
     while job.iteration < flags.train_iters and not stop:
         begun, before = time.perf_counter(), job.consumed_samples
-        with profiler.step(job.iteration + 1):
+        with profiler.step(job.iteration + 1), watch or nullcontext():
             loss, stop = train_step(job, iterator)
         if loss is None:
             trained_since += time.perf_counter() - begun  # moved on: logged step times cover training alone
@@ -203,7 +203,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
             bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
         bar.update()
         if watch is not None and loss is not None:
-            logger.info("%s", describe_memory(job, "memory after the first step", watch.stop()))
+            logger.info("%s", describe_memory(job, "memory after the first step", watch.most))
             watch = None
         if interval and job.iteration % flags.log_interval == 0:
             log_step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import termios
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -390,6 +392,22 @@ def test_under_torchrun_a_failed_job_keeps_the_handlers_which_know_what_has_come
     finally:
         stop.give_signals_back()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def failed_case(arguments: list[str]) -> None:
+    def fail(job: Job) -> None:
+        engines.append(weakref.ref(job.engine))
+        raise FloatingPointError
+
+    engines: list[weakref.ref] = []
+    with pytest.raises(FloatingPointError):
+        pretrained(arguments, before_update=fail)
+    gc.collect()
+    assert engines[0]() is None
+
+
+def test_nothing_keeps_a_job_that_has_failed_in_its_first_step(corpus, tmp_path):
+    run_ranks(1, failed_case, flags(corpus, tmp_path, 1))
 
 
 def own_scalars_case(arguments: list[str]) -> None:
