@@ -160,8 +160,8 @@ def pretrain(
         parts = (("valid", valid), ("test", test))
         with job.stop.given_back_on_error():
             job.is_cut = any(evaluate_and_log(job, metrics, sets, part, "the end of training") for part, sets in parts)
+    is_signalled = comm.largest(job.stop.received is not None)  # before the first rank's summary, which may take long
     _finish(job, metrics)
-    is_signalled = comm.largest(job.stop.received is not None)
     # As late as possible: if a node joins, torchrun signals the ranks of all nodes, but not at the same moment.
     if job.is_cut and comm.is_left_by_nodes(job.stop.received is not None):
         comm.leave_distributed()  # together with the ranks that were signalled, and end without an error
