@@ -170,12 +170,14 @@ class MetricsWriter:
             self._board.add_scalar(f"{line['section']}/{name}", value, line["iteration"], line["timestamp"])
         self._board.flush()
 
-    def close(self) -> None:
-        """Closes the event file, and ends the run of Weights & Biases."""
-        for log in (self._board, self.wandb):
-            if log is not None:
-                with suppress(OSError):  # the log may have ended already
-                    log.close()
+    def close(self, has_failed: bool = False) -> None:
+        """Closes the event file, and ends the run of Weights & Biases, as a failed one if the job has failed."""
+        with suppress(OSError):  # the log may have ended already
+            if self._board is not None:
+                self._board.close()
+        with suppress(OSError):
+            if self.wandb is not None:
+                self.wandb.close(has_failed)
 
 
 def _key(line: dict[str, Any]) -> tuple[int, str]:

@@ -7,8 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,19 +44,6 @@ class StopSignal:
         if self.received is None:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
-
-    @contextmanager
-    def given_back_on_error(self) -> Iterator[None]:
-        """Gives the signals back if the block raises, unless torchrun has started this rank, which then ends by the error.
-
-        `megazero.entry` asks their handler what has come meanwhile.
-        """
-        try:
-            yield
-        except BaseException:
-            if self._launcher is None:
-                self.give_signals_back()
-            raise
 
     def __call__(self, number: int, _: Any) -> None:
         """Records the signal."""

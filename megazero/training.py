@@ -140,28 +140,29 @@ def pretrain(
         load(job, is_expected=loads)
     train, valid, test = datasets(job) if make_datasets is None else own_datasets(job, *make_datasets(job))
     metrics = comm.together(partial(metrics_writer, job))
-    logger.info("%s", config.describe())
-    logger.info("%s", describe_start(job))
-    if train is not None and make_datasets is None:
-        warn_of_other_data(job, train.corpora, train.shuffled_epochs)
-    if job.iteration < flags.train_iters:
-        if train is None:
-            raise ValueError(NO_TRAINING_DATA)
-        job.stop.take_signals()  # not earlier: tokenizing the data may take hours
-        with job.stop.given_back_on_error(), progress_bar(job) as bar, tells_out_of_memory(config, job):
-            _train(job, metrics, train, valid, bar)
-    else:
-        logger.info(
-            "nothing to train: iteration %d of --train-iters %d is reached. Raise it, or start another run in another --save",
-            job.iteration,
-            flags.train_iters,
-        )
-    if not job.is_cut and job.iteration >= flags.train_iters:
-        parts = (("valid", valid), ("test", test))
-        with job.stop.given_back_on_error():
+    with _tidy_after_error(job, metrics):
+        logger.info("%s", config.describe())
+        logger.info("%s", describe_start(job))
+        if train is not None and make_datasets is None:
+            warn_of_other_data(job, train.corpora, train.shuffled_epochs)
+        if job.iteration < flags.train_iters:
+            if train is None:
+                raise ValueError(NO_TRAINING_DATA)
+            job.stop.take_signals()  # not earlier: tokenizing the data may take hours
+            with progress_bar(job) as bar, tells_out_of_memory(config, job):
+                _train(job, metrics, train, valid, bar)
+        else:
+            logger.info(
+                "nothing to train: iteration %d of --train-iters %d is reached. Raise it, or start another run in another --save",
+                job.iteration,
+                flags.train_iters,
+            )
+        if not job.is_cut and job.iteration >= flags.train_iters:
+            parts = (("valid", valid), ("test", test))
             job.is_cut = any(evaluate_and_log(job, metrics, sets, part, "the end of training") for part, sets in parts)
-    is_signalled = comm.largest(job.stop.received is not None)  # before the first rank's summary, which may take long
-    _finish(job, metrics)
+        # Not after the first rank's summary, which may take long.
+        is_signalled = comm.largest(job.stop.received is not None)
+        _finish(job, metrics)
     # As late as possible: if a node joins, torchrun signals the ranks of all nodes, but not at the same moment.
     if job.is_cut and comm.is_left_by_nodes(job.stop.received is not None):
         comm.leave_distributed()  # together with the ranks that were signalled, and end without an error
@@ -172,6 +173,21 @@ def pretrain(
     if not is_signalled:  # else this process is leaving, also where only another rank got the signal so far
         job.stop.give_signals_back()
     return job
+
+
+@contextmanager
+def _tidy_after_error(job: Job, metrics: MetricsWriter) -> Iterator[None]:
+    """If the block fails, ends the logs and gives the signals back, as the process may go on with another job.
+
+    Under torchrun the rank ends, and `megazero.entry` asks the signals' handler what has come.
+    """
+    try:
+        yield
+    except BaseException:
+        if not torch.distributed.is_torchelastic_launched():
+            job.stop.give_signals_back()
+            metrics.close(has_failed=True)
+        raise
 
 
 def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], bar: tqdm) -> None:

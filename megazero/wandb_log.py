@@ -67,10 +67,10 @@ class WandbLog:
         with _told_as_os_error():
             self._run.log({"iteration": line["iteration"], **named})
 
-    def close(self) -> None:
+    def close(self, has_failed: bool = False) -> None:
         """Ends the run, after everything has been sent. Raises as `write` does."""
         with _told_as_os_error():
-            self._run.finish()
+            self._run.finish(int(has_failed))  # as the exit status of a process
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,7 @@ from megazero.timers import MOST_KEPT, Timers
 from megazero.training import _evaluating, _raise_not_finite, evaluate
 from tests.ranks import free_port, run_ranks, run_script
 from tests.test_runner import ends_within
+from tests.test_wandb_log import FakeWandb
 from tests.tiny import TINY_MODEL, launch_job, logged, make_texts, make_vocabulary, run_command, run_job
 
 ROOT = Path(__file__).parent.parent
@@ -342,25 +344,27 @@ def handlers_case(arguments: list[str], when: str) -> bool:
             signal.raise_signal(signal.SIGUSR1)
         if when == "a limit is reached":
             job.stop.end_at(time.monotonic(), when)
-        if when == "it fails":
+        if "fails" in when:
             failed.append(job)
             raise FloatingPointError(when)
 
     failed: list[Job] = []
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    if when == "it fails under torchrun":
+        os.environ["TORCHELASTIC_RUN_ID"] = "none"
     work = partial(pretrained, arguments, before_update=ask)
     if when == "in another thread":
         with ThreadPoolExecutor() as pool:
             job = pool.submit(work).result()
     else:
-        with pytest.raises(FloatingPointError) if when == "it fails" else nullcontext():
+        with pytest.raises(FloatingPointError) if "fails" in when else nullcontext():
             job = work()
         job = failed[0] if failed else job
     after = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     taken = {number: handler if handler is signal.SIG_IGN else job.stop for number, handler in before.items()}
     assert after in (before, taken)
-    steps = {"a rank is signalled": 1, "a limit is reached": 1, "it fails": 0}
-    assert job.iteration == steps.get(when, 2)
+    steps = {"a rank is signalled": 1, "a limit is reached": 1}
+    assert job.iteration == (0 if failed else steps.get(when, 2))
     return after == before
 
 
@@ -371,6 +375,7 @@ def handlers_case(arguments: list[str], when: str) -> bool:
         ("in another thread", 1, True),
         ("a limit is reached", 1, True),
         ("it fails", 1, True),
+        ("it fails under torchrun", 1, False),
         ("a rank is signalled", 2, False),
     ],
 )
@@ -380,34 +385,23 @@ def test_pretrain_gives_signals_back_to_its_caller_unless_the_process_is_leaving
     assert run_ranks(ranks, handlers_case, flags(corpus, tmp_path, 2), when) == [are_back] * ranks
 
 
-def test_under_torchrun_a_failed_job_keeps_the_handlers_which_know_what_has_come(monkeypatch):
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
-    stop = StopSignal()
-    stop.take_signals()
-    try:
-        with pytest.raises(RuntimeError), stop.given_back_on_error():
-            raise RuntimeError
-        assert signal.getsignal(signal.SIGTERM) is stop
-    finally:
-        stop.give_signals_back()
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 def failed_case(arguments: list[str]) -> None:
     def fail(job: Job) -> None:
         engines.append(weakref.ref(job.engine))
         raise FloatingPointError
 
     engines: list[weakref.ref] = []
+    sys.modules["wandb"] = wandb = FakeWandb()
     with pytest.raises(FloatingPointError):
         pretrained(arguments, before_update=fail)
     gc.collect()
     assert engines[0]() is None
+    assert [run.status for run in wandb.runs] == [1], "else the package would go on with it in the next job"
+    assert not any("Writer" in type(thread).__name__ for thread in threading.enumerate()), "of TensorBoard"
 
 
-def test_nothing_keeps_a_job_that_has_failed_in_its_first_step(corpus, tmp_path):
-    run_ranks(1, failed_case, flags(corpus, tmp_path, 1))
+def test_nothing_stays_of_a_job_that_has_failed_in_its_first_step(corpus, tmp_path):
+    run_ranks(1, failed_case, flags(corpus, tmp_path, 1, "--wandb-project", "gpt2"))
 
 
 def own_scalars_case(arguments: list[str]) -> None:

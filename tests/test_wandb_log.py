@@ -32,7 +32,7 @@ class FakeWandb(SimpleNamespace):
 class FakeRun(SimpleNamespace):
     def __init__(self, **arguments):
         super().__init__(arguments=arguments, id=arguments["id"], offline=True, dir="/there/wandb/offline-run/files")
-        self.points, self.axes, self.is_finished, self.failure = [], [], False, None
+        self.points, self.axes, self.status, self.failure = [], [], None, None
 
     def define_metric(self, name, step_metric):
         self.axes.append((name, step_metric))
@@ -42,10 +42,10 @@ class FakeRun(SimpleNamespace):
             raise self.failure
         self.points.append(point)
 
-    def finish(self):
+    def finish(self, exit_code=None):
         if self.failure:
             raise self.failure
-        self.is_finished = True
+        self.status = exit_code
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_every_number_is_a_point_over_iterations_under_tensorboards_name(wandb, 
         {"iteration": 10, "train/loss": 8.0, "train/grad_norm": math.inf},
         {"iteration": 10, "valid/loss": 7.5},
     ]
-    assert run.is_finished
+    assert run.status == 0
 
 
 def test_a_resumed_job_goes_on_with_the_run_in_save_and_a_fresh_one_begins_another(wandb, tmp_path):
