@@ -349,6 +349,9 @@ def test_no_sample_of_ones_own_is_refused_and_a_checkpoints_corpora_are_forgotte
     with pytest.raises(ValueError, match="make_datasets returned no sample: code"):
         own_datasets(job, ["a"], {"web": ["b"], "code": []})
     assert job.corpora is job.shuffled_epochs is None
+    for train, valid, missing in (([], {"training": ["a"]}, "training"), (["a"], {"": []}, "validation")):
+        with pytest.raises(ValueError, match=f"make_datasets returned no sample: {missing}"):
+            own_datasets(job, train, valid)
 
 
 @pytest.mark.parametrize(("eval_samples", "numbers"), [(24, {"web": 24}), (0, {})])
