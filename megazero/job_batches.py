@@ -59,10 +59,10 @@ def own_datasets(job: Job, train: Any, valid: Mapping[str, Any]) -> tuple[Any, d
     """
     seed = job.config.training.seed
     job.corpora = job.shuffled_epochs = None  # a checkpoint's, of another script
-    named = (("training", train), *((name or "validation", samples) for name, samples in valid.items()))
-    numbers = [(name, len(samples)) for name, samples in named]
+    named = {f"validation {name}".strip(): samples for name, samples in valid.items()}
+    numbers = {name: len(samples) for name, samples in {"training": train, **named}.items()}
     comm.refuse_differences({"the samples of make_datasets": str(numbers)}, "Give every rank the same ones.")
-    if missing := [name for name, number in numbers if not number]:
+    if missing := [name for name, number in numbers.items() if not number]:
         raise ValueError(f"make_datasets returned no sample: {some(missing)}. Give it data, or leave the set out.")
     sets = valid if job.eval_samples else {}
     evaluated = {name: Epochs(samples, job.eval_samples, seed) for name, samples in sets.items()}

@@ -346,7 +346,7 @@ def job_of_own_samples(eval_samples):
 
 def test_no_sample_of_ones_own_is_refused_and_a_checkpoints_corpora_are_forgotten(one_rank):
     job = job_of_own_samples(6)
-    with pytest.raises(ValueError, match="make_datasets returned no sample: code"):
+    with pytest.raises(ValueError, match="make_datasets returned no sample: validation code"):
         own_datasets(job, ["a"], {"web": ["b"], "code": []})
     assert job.corpora is job.shuffled_epochs is None
     for train, valid, missing in (([], {"training": ["a"]}, "training"), (["a"], {"": []}, "validation")):
