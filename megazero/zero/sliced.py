@@ -242,6 +242,8 @@ class SlicedOptimizer:
         self.refuse_other_parameters()
         self.state.clear()
         self._cut(counters)
+        for index, group in enumerate(self.param_groups):  # before memory may run out: another load finds its slices
+            group["params"] = self._masters(index)
         for piece in self.slices:
             name = next((name for name in _names_in(piece) if name in counters), None)
             if name is not None:
@@ -251,8 +253,6 @@ class SlicedOptimizer:
                     with self._vector(piece.bucket, key).at_hand(piece.start, piece.stop, writes=True) as part:
                         part.fill_(value)
                 self._fill_state(piece, self._scalars_at_birth, self._flat_at_birth)
-        for index, group in enumerate(self.param_groups):
-            group["params"] = self._masters(index)
 
     def _fill_state(self, piece: Slice, counters: Counters, keys: Iterable[str]) -> None:
         """Gives the torch optimizer a slice's state: the bucket's tensors under `keys`, else zeros, and scalars of `counters`."""

@@ -35,6 +35,7 @@ from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.lr_schedule import AnnealingLR, LRScheduleConfig
 from megazero.zero import ZeroConfig
 from megazero.zero.bucket import Bucket
+from megazero.zero.sliced import SlicedOptimizer
 from tests.bad_disks import fails
 from tests.checkpoint.checkpoints import flip, make, tensors
 from tests.checkpoint.engines import Net, engine_of, make_engine, train, write_one
@@ -515,6 +516,15 @@ def test_after_a_load_that_failed_in_the_middle_only_a_checkpoint_goes_on(one_ra
     engine.load_checkpoint(str(tmp_path), "global_step1")
     one_step(engine)
     engine.save_checkpoint(str(tmp_path), tag="whole")
+
+
+def test_after_a_load_that_ran_out_of_memory_another_may_succeed(one_rank, tmp_path, monkeypatch):
+    engine = saved_at_each_step(tmp_path)
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(SlicedOptimizer, "_vector", Mock(side_effect=MemoryError))
+        engine.load_checkpoint(str(tmp_path))
+    engine.load_checkpoint(str(tmp_path), "global_step1")
+    one_step(engine)
 
 
 def test_an_engine_without_an_optimizer_goes_on_after_a_load_that_succeeds(one_rank, tmp_path):
