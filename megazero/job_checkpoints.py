@@ -12,7 +12,7 @@ from typing import Any
 from megazero import comm
 from megazero.checkpoint.config import CheckpointConfig
 from megazero.checkpoint.format import CheckpointError
-from megazero.checkpoint.loader import newest_tag
+from megazero.checkpoint.loader import newest_tag, none_whole
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader, read_index
 from megazero.checkpoint.tags import checkpoint_path, latest_tag, list_tags, listed, named, tags_to_go_back_to
@@ -92,21 +92,29 @@ def job_tokenizer(config: Config) -> Tokenizer:
 
     Raises:
         CheckpointError: the checkpoint is damaged, and `load` will not go back to another.
+        ValueError: there is no checkpoint, and `load` will not start from scratch.
         Exception: as of `build_tokenizer`.
     """
     data, flags = config.data, config.checkpoint
     if flags.load and not (data.vocab_file or data.merge_file or data.tokenizer_path):
         (directory, tag), fallback = flags.loaded, _falls_back(flags)
         # Those that `load` may go back to are of one run, and have the same.
-        for each in tags_to_go_back_to(directory) if fallback else [tag or latest_tag(directory)]:
+        tags = tags_to_go_back_to(directory) if fallback else [tag or latest_tag(directory)]
+        if not any(tags):
+            _refuse_to_start_from_scratch(flags, directory)
+        problems: list[Exception] = []
+        for each in filter(None, tags):
             try:
-                tokenizer = None if each is None else _tokenizer_in(directory, each)
-            except (CheckpointError, FileNotFoundError):
+                tokenizer = _tokenizer_in(directory, each)
+            except (CheckpointError, FileNotFoundError) as error:
                 if not fallback:
                     raise
+                problems.append(error)
                 continue
             if tokenizer and data.tokenizer_type in (DataConfig.tokenizer_type, tokenizer.name):
                 return tokenizer
+        if problems and len(problems) == len(tags):
+            raise none_whole(directory, str(problems[0])) from problems[0]
     return build_tokenizer_from(data)
 
 
@@ -135,7 +143,9 @@ def load(job: Job, is_expected: bool = False) -> None:
     directory, tag = flags.loaded
     tag = newest_tag(directory, _falls_back(flags), tag)
     if tag is None:
-        _start_from_scratch(flags, directory)
+        _refuse_to_start_from_scratch(flags, directory)
+        level = logging.INFO if flags.is_saved_where_loaded else logging.WARNING
+        logger.log(level, "no checkpoint in --load %s yet: starting from scratch", flags.load, extra=ALIKE)
         if is_expected:
             raise FileNotFoundError(f"--load {flags.load}: the checkpoints have disappeared since this job started.")
         return
@@ -273,8 +283,8 @@ def _falls_back(flags: CheckpointConfig) -> bool:
     return flags.load_fallback or (not (directory / "latest").exists() and len(list_tags(directory)) == 1)
 
 
-def _start_from_scratch(flags: CheckpointConfig, path: Path) -> None:
-    """Logs that --load leads to no checkpoint; or raises, if that looks like a mistake, which would cost hours."""
+def _refuse_to_start_from_scratch(flags: CheckpointConfig, path: Path) -> None:
+    """Raises a ValueError where it looks like a mistake that --load leads to no checkpoint, which would cost hours."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"--load {flags.load} is a file: name the directory that a job saves in.")
     if list_tags(path):
@@ -294,8 +304,6 @@ def _start_from_scratch(flags: CheckpointConfig, path: Path) -> None:
         )
     if flags.finetune:
         raise ValueError(f"--finetune: there is no checkpoint in --load {flags.load} to take the weights from.")
-    level = logging.INFO if flags.is_saved_where_loaded else logging.WARNING
-    logger.log(level, "no checkpoint in --load %s yet: starting from scratch", flags.load, extra=ALIKE)
 
 
 def _prepare_to_continue(job: Job, reader: Reader) -> None:

@@ -599,7 +599,16 @@ def test_the_vocabulary_is_that_of_a_checkpoint_that_the_job_may_go_back_to(corp
     (tmp_path / "latest").write_text("global_step16")
     with pytest.raises(FileNotFoundError, match="No checkpoint at .*16, beside which there are global_step12"):
         job_checkpoints.job_tokenizer(load_config(load))
-    for path in (tmp_path / "latest", tmp_path / "global_step8", tmp_path / "global_step12"):
+    (tmp_path / "latest").unlink()
+    with pytest.raises(ValueError, match="has no file `latest`. In it there are global_step12, global_step8"):
+        job_checkpoints.job_tokenizer(load_config(load))
+    with pytest.raises(ValueError, match="--finetune: there is no checkpoint in --load .*none to take the weights"):
+        job_checkpoints.job_tokenizer(load_config([*load[:-1], str(tmp_path / "none"), "--finetune"]))
+    flip(tmp_path / "global_step4" / "index.json", 100)
+    with pytest.raises(CheckpointError, match=r"step12/.* is damaged.* No other checkpoint in .* is whole either"):
+        job_checkpoints.job_tokenizer(load_config([*load, "--load-fallback"]))
+    flip(tmp_path / "global_step4" / "index.json", 100)
+    for path in (tmp_path / "global_step8", tmp_path / "global_step12"):
         path.rename(tmp_path.with_name(f"no_{path.name}"))  # as if the job had died in its first save
     assert job_checkpoints.job_tokenizer(load_config(load)).contents == wanted
 

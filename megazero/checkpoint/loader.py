@@ -137,15 +137,24 @@ def _first_intact(
         state.optimizer.is_torn = any(is_torn for _, is_torn in told)  # no rank may go on without the others
         rank, is_damaged, message = found[0]
         if is_damaged and fallback:
-            message = message.removesuffix(REMEDY).removesuffix(NAME_ONE)  # which advise just that
+            message = _without_advice(message)
             if not remaining and not isinstance(error, OSError):  # which says that nothing is there, or cannot be read
-                raise CheckpointError(
-                    f"{message.rstrip()} No other checkpoint in {directory} is whole either: copy one of them again."
-                ) from error
+                raise none_whole(directory, message) from error
         if not is_damaged or not remaining:
             kind = CheckpointError if is_damaged else comm.OtherRankError
             raise error or kind(f"rank {rank} cannot load: {message}")
-        logger.warning("%s Going back to the checkpoint before it.", message.rstrip(), extra=ALIKE)
+        logger.warning("%s Going back to the checkpoint before it.", message, extra=ALIKE)
+
+
+def none_whole(directory: str | Path, message: str) -> CheckpointError:
+    """What to raise where there is no checkpoint to go back to from the one that `message` is about."""
+    found = _without_advice(message)
+    return CheckpointError(f"{found} No other checkpoint in {directory} is whole either: copy one of them again.")
+
+
+def _without_advice(message: str) -> str:
+    """A message about damage without its end, which advises just what `fallback` does."""
+    return message.removesuffix(REMEDY).removesuffix(NAME_ONE).rstrip()
 
 
 def _is_damage(error: Exception) -> bool:
