@@ -63,19 +63,19 @@ class Pieces:
         runs = np.stack([source, target - self._base[piece], length], axis=1) * self._dtypes[state].itemsize
         for number, pairs in groupby(zip(piece.tolist(), runs.tolist(), strict=True), itemgetter(0)):
             file, offset = self._files[self._file[number]], int(self._offset[state][number])
-            _read_runs(file, offset, [run for _, run in pairs], out, what)
+            _read_runs(file, offset, [run for _, run in pairs], out, what, state)
 
 
-def _read_runs(file: CheckedFile, offset: int, runs: list[list[int]], out: np.ndarray, what: str) -> None:
+def _read_runs(file: CheckedFile, offset: int, runs: list[list[int]], out: np.ndarray, what: str, state: str) -> None:
     """Args: runs: in bytes, where to in `out`, where from in the piece at `offset`, how many; in the order of the piece."""
     low, high = runs[0][1], runs[-1][1] + runs[-1][2]
     if len(runs) == 1:
         to = runs[0][0]
-        file.read_into(out[to : to + high - low], offset + low, what)
+        file.read_into(out[to : to + high - low], offset + low, what, state)
         return
     # Rows of a matrix that is cut across: one read of all that lies between them, then a copy for each.
     content = np.empty(high - low, dtype=np.uint8)
-    file.read_into(content, offset + low, what)
+    file.read_into(content, offset + low, what, state)
     for to, start, length in runs:
         out[to : to + length] = content[start - low : start - low + length]
 

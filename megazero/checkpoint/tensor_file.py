@@ -185,7 +185,7 @@ class CheckedFile:
             found = f"the checksums {str(checksums)[:60]} for blocks of {block_bytes}"
             raise ValueError(f"{path.name} of {nbytes} bytes cannot have {found}")
         self.nbytes, self.checksums, self.block_bytes = nbytes, checksums, block_bytes
-        self._block, self._content = -1, np.empty(0, dtype=np.uint8)  # the last one that was needed in part
+        self._held: dict[str, tuple[int, np.ndarray]] = {}  # by state, the last block that was needed in part
 
     def found_size(self) -> int | None:
         """The bytes that it has in fact; None if it is missing."""
@@ -208,8 +208,11 @@ class CheckedFile:
                 f"it is damaged. {REMEDY}"
             )
 
-    def read_into(self, out: np.ndarray, start: int, what: str) -> None:
+    def read_into(self, out: np.ndarray, start: int, what: str, state: str = "") -> None:
         """Fills `out`, [bytes] uint8, from the file's bytes at `start` on, which it has; `what` is in messages what is read.
+
+        Args:
+            state: parameters' states are read in turns, and those of one state lie together: of each, a block is kept.
 
         Raises:
             CheckpointError: a block is not what was written.
@@ -221,11 +224,12 @@ class CheckedFile:
             if start <= low and high <= stop:
                 self._read_block(block, what, out[low - start : high - start])
                 continue
-            if block != self._block:
-                self._content = self._read_block(block, what)
-                self._block = block
+            held, content = self._held.get(state, (-1, out))
+            if held != block:
+                content = self._read_block(block, what)
+                self._held[state] = block, content
             first, last = max(low, start), min(high, stop)
-            out[first - start : last - start] = self._content[first - low : last - low]
+            out[first - start : last - start] = content[first - low : last - low]
 
     def verify(self) -> Iterator[tuple[int, int, bool]]:
         """Reads the whole file: of every block [low, high) in bytes, and whether it is as it was written."""

@@ -9,6 +9,7 @@ import random
 import runpy
 import sys
 import zlib
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -110,6 +111,20 @@ def test_flipped_bit_is_found_and_the_file_and_parameter_are_named(world, tmp_pa
         CheckpointError, match=r"rank_00000.safetensors is damaged: bytes 0 to \d+ .* \(read for \w+ of [\w.]+\)"
     ):
         engine.load_checkpoint(str(tmp_path))
+
+
+def test_a_load_reads_a_block_once_for_each_state_in_it(world, tmp_path, monkeypatch):
+    """A parameter's weights and moments are read in turns, and those of small parameters share blocks."""
+    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 256)
+    engine, reads, read_block = write_one(tmp_path), Counter(), CheckedFile._read_block
+
+    def counted(file, block, *rest):
+        reads[block] += 1
+        return read_block(file, block, *rest)
+
+    monkeypatch.setattr(CheckedFile, "_read_block", counted)
+    engine.load_checkpoint(str(tmp_path))
+    assert len(reads) > 50 and reads.total() <= len(reads) + 3, "where the next state begins, or what is no parameter's"
 
 
 class FailingDisk:
