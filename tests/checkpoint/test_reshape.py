@@ -217,6 +217,10 @@ def test_a_foreign_checkpoint_of_weights_alone_has_no_optimizer(tmp_path):
             ForeignTensor((3,), "frozen", {"constant": lambda: torch.zeros(3).half()}),
             "a is torch.float16, announced as",
         ),
+        (
+            ForeignTensor((3,), "buffer", {"constant": lambda: None}, torch.uint16),
+            "^a: tensors of torch.uint16 cannot be saved",
+        ),
     ],
 )
 def test_a_foreign_checkpoint_that_is_wrong_leaves_nothing(tensor, message, tmp_path):

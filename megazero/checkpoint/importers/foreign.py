@@ -95,7 +95,8 @@ def write_foreign(foreign: ForeignCheckpoint, directory: str | Path) -> Path:
     """The directory of a checkpoint with what another framework has saved, from which any number of ranks can continue.
 
     Raises:
-        ValueError: `foreign` is inconsistent: a tensor is not as it was announced, or has no values at all.
+        ValueError: `foreign` is inconsistent: a tensor is not as it was announced, or has no values at all; or its dtype cannot
+            be saved.
         OSError: as `write_checkpoint`.
     """
     for name in (*foreign.tensors, *foreign.aliases):
@@ -141,7 +142,10 @@ def _entry(name: str, tensor: ForeignTensor) -> TensorEntry:
     else:
         found = ", ".join(tensor.states) or "none"
         raise ValueError(f"{name} is {tensor.kind!r} with the states {found}: it has no weights.")
-    return TensorEntry(tensor.kind, tuple(tensor.shape), None, states)
+    try:
+        return TensorEntry(tensor.kind, tuple(tensor.shape), None, states)
+    except TypeError as error:
+        raise ValueError(f"{name}: {error}.") from error
 
 
 def _optimizer(foreign: ForeignCheckpoint) -> dict[str, Any] | None:
