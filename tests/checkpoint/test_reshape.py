@@ -288,6 +288,14 @@ def test_the_tokenizer_is_exported_too(tmp_path, caplog):
     assert json.loads((tmp_path / "theirs" / "config.json").read_text())["eos_token_id"] == tokenizer.eod
     files = ["--tokenizer-files", str(folder / "vocab.json"), str(folder / "merges.txt")]
     assert main(["export", "--to", "huggingface", str(tmp_path / "ours"), str(tmp_path / "with_files"), *files]) == 0
+    generation = tmp_path / "generation_config.json"
+    generation.write_text('{"eos_token_id": [3, 4]}')
+    files = ["--tokenizer-files", str(generation)]
+    assert main(["export", "--to", "huggingface", str(tmp_path / "ours"), str(tmp_path / "with_ends"), *files]) == 0
+    assert {file.name for file in (tmp_path / "with_ends").iterdir()} == {
+        f.name for f in (tmp_path / "theirs").iterdir()
+    }
+    assert (tmp_path / "with_ends" / generation.name).read_bytes() == generation.read_bytes()
     assert not caplog.messages
 
     path = make_sentencepiece(tmp_path / "a.model", model_type="char", hard_vocab_limit=False)

@@ -46,7 +46,7 @@ def export_huggingface(
     Args:
         dtype: of the written weights.
         tokenizer_files: copied beside the weights; by default those are written that give the training job's ids. A
-            generation_config.json among them replaces that of the training job's end of text.
+            generation_config.json, among them or alone, replaces that of the training job's end of text.
 
     Raises:
         FileExistsError: there is something in `directory`.
@@ -56,16 +56,15 @@ def export_huggingface(
     client = client_state(reader)
     config = gpt2_of(reader, client)
     tokenizer, problem = _tokenizer(client, reader.path)
-    files: Mapping[str, bytes] = {}
-    if tokenizer_files is not None:
-        files = named_files(tokenizer_files)
+    files = named_files(tokenizer_files or ())
+    if files.keys() - {_GENERATION}:
         if problem and config.vocab_size != _GPT2_VOCABULARY and _GENERATION not in files:
             logger.warning(
                 "the exported model does not know which token ends a text, where generate() would stop: %s", problem
             )
     else:
         try:
-            files = huggingface_files(tokenizer) if tokenizer else {}
+            files = {**(huggingface_files(tokenizer) if tokenizer else {}), **files}
         except ValueError as error:
             problem = str(error)
         if problem:
@@ -88,7 +87,7 @@ def _tokenizer(client: dict[str, Any], path: Path) -> tuple[Tokenizer | None, st
 
 
 def named_files(paths: Sequence[Path]) -> dict[str, bytes]:
-    """What the tokenizer's files hold, by the names under which transformers looks for them.
+    """What the tokenizer's files and a generation_config.json hold, by the names under which transformers looks for them.
 
     Raises:
         FileNotFoundError: one is missing.
@@ -100,7 +99,7 @@ def named_files(paths: Sequence[Path]) -> dict[str, bytes]:
         if name in files:
             raise ValueError(f"the tokenizer file {path} would take the place of {name}: rename or leave it out.")
         files[name] = read_whole(path)
-    if not files.keys() & {"merges.txt", "tokenizer_config.json"} and files:
+    if files.keys() - {_GENERATION} and not files.keys() & {"merges.txt", "tokenizer_config.json"}:
         logger.warning(
             "transformers reads a tokenizer of another kind than the model's own only if a tokenizer_config.json says "
             '"tokenizer_class": "PreTrainedTokenizerFast": without, its AutoTokenizer gives other ids, or none'
