@@ -199,7 +199,7 @@ class CheckpointFolder:
                 write_whole(aside / "index.json", index_bytes(index))
             with naming(self.path / SCRIPT):
                 place_script(self.path)
-            if final.exists() and not _is_ours(final):
+            if os.path.lexists(final) and not _is_ours(final):  # also a link to what is gone
                 other = append_suffix(final, ".other")
                 while os.path.lexists(other):
                     other = append_suffix(other, ".other")

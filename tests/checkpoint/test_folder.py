@@ -394,9 +394,10 @@ def test_what_has_a_checkpoints_name_and_is_none_is_kept(world, tmp_path, caplog
     (tmp_path / "rank_notes").write_text("a file")
     (tmp_path / "rank_notes.other").write_text("an older one")
     (tmp_path / "made").mkdir()  # as scripts do before they save
+    (tmp_path / "moved").symlink_to(tmp_path / "to a disk that is not there now")
     engine = write_one(tmp_path)
     assert f"{tmp_path}/global_step1.other from now on" in caplog.text
-    for tag in ("rank_notes", "made"):
+    for tag in ("rank_notes", "made", "moved"):
         engine.save_checkpoint(str(tmp_path), tag=tag)
     (tmp_path / "global_step1" / "index.json").unlink()  # one of ours all the same
     engine.save_checkpoint(str(tmp_path), keep_last=1)
@@ -405,7 +406,7 @@ def test_what_has_a_checkpoints_name_and_is_none_is_kept(world, tmp_path, caplog
     assert (tmp_path / "rank_notes.other").read_text() == "an older one"
     assert (tmp_path / "rank_notes.other.other").read_text() == "a file"
     assert visible(tmp_path) == [
-        *("global_step1", "global_step1.other", "latest", "made"),
+        *("global_step1", "global_step1.other", "latest", "made", "moved", "moved.other"),
         *("rank_notes", "rank_notes.other", "rank_notes.other.other", "zero_to_fp32.py"),
     ]
 
