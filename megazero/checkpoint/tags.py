@@ -38,7 +38,7 @@ def check_tag(tag: str) -> str:
     Raises:
         ValueError: it cannot.
     """
-    is_wrong = not tag or tag.startswith(".") or tag != tag.strip() or re.search(r"[/\\\x00-\x1f]", tag)
+    is_wrong = not tag or tag.startswith(".") or tag != tag.strip() or re.search(r"[/\\\x00-\x1f\ud800-\udfff]", tag)
     if is_wrong or len(os.fsencode(tag)) > _MAX_TAG or tag in _TAKEN:
         raise ValueError(
             f"A checkpoint's tag becomes the name of its directory; {tag[:300]!r} cannot. Leave out slashes, control characters, "

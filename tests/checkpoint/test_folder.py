@@ -212,7 +212,9 @@ def test_a_file_system_that_could_not_publish_a_save_is_refused_before_the_first
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["saved at once", "saved in the background"])
-@pytest.mark.parametrize("tag", ["../up", ".hidden", "a/b", "", "a\0b", "latest", "zero_to_fp32.py", "a ", "é" * 101])
+@pytest.mark.parametrize(
+    "tag", ["../up", ".hidden", "a/b", "", "a\0b", "latest", "zero_to_fp32.py", "a ", "é" * 101, "\udcff"]
+)
 def test_tag_that_leads_elsewhere_is_refused(world, tmp_path, tag, in_background):
     engine = make_engine(1)
     with pytest.raises(ValueError, match="becomes the name of its directory"):
