@@ -100,6 +100,7 @@ def pretrain(
         OtherRankError: the ranks of other nodes were signalled, and torchrun goes on without them.
     """
     started = time.monotonic()
+    config = replace(config, checkpoint=config.checkpoint.resolved())  # where `load_config` has not made it
     set_up_backends(config)
     groups = setup_distributed(config)
     say_what_is_idle(config.precision.dtype, config.precision.tf32, comm.local_device())

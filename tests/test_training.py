@@ -19,7 +19,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -330,9 +330,11 @@ def test_a_signal_that_the_job_was_started_to_ignore_stays_ignored():
             signal.signal(number, handler)
 
 
-def pretrained(arguments: list[str], **more: object) -> Job:
-    """The job, trained in this process."""
+def pretrained(arguments: list[str], base: Path | None = None, **more: object) -> Job:
+    """The job, trained in this process; from the weights in `base`, which are named in the configuration alone."""
     config = load_config(arguments)
+    checkpoint = replace(config.checkpoint, pretrained_checkpoint=base and str(base))
+    config = replace(config, checkpoint=checkpoint)
     return training.pretrain(
         config, job_tokenizer(config), pretrain_gpt2.make_model, pretrain_gpt2.forward_step, **more
     )
@@ -420,6 +422,8 @@ def test_a_scripts_own_numbers_may_be_tensors_and_numpys(corpus, tmp_path):
 def jobs_case(corpus: list[str], folder: Path) -> None:
     losses = [pretrained(flags(corpus, folder / name, 2)).first_loss for name in ("a", "b")]
     assert losses[0] == losses[1]
+    tuned = pretrained(flags(corpus, folder / "c", 2), folder / "a")
+    assert tuned.first_loss < losses[0] and tuned.iteration == 2
     trained = open_checkpoint(InferenceConfig(load=str(folder / "a")))
     _, groups = load_model(InferenceConfig(load=str(folder / "a")), trained)
     assert groups is mpu.get_groups()
