@@ -135,7 +135,8 @@ def setup_distributed(config: Config) -> ParallelGroups:
             value = getattr(component, each.name)
             name = own_flag(each) if "flag" in each.metadata else each.name
             settings[name] = value is not None if each.metadata.get("per_host") else value
-    comm.refuse_differences(settings, "Start every rank with the same flags, variables and JSON file.")
+    advice = "Start every rank with the same flags, variables and JSON file, where --load has the same checkpoints."
+    comm.refuse_differences(settings, advice)
     return groups_of_size(flags.model_parallel_size, timeout_s=flags.distributed_timeout_s)
 
 
