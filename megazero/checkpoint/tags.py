@@ -32,14 +32,18 @@ def step_of(tag: str) -> int:
     return int(match[1]) if match else -1
 
 
+def _is_tag(tag: str) -> bool:
+    is_wrong = not tag or tag.startswith(".") or tag != tag.strip() or re.search(r"[/\\\x00-\x1f\ud800-\udfff]", tag)
+    return not (is_wrong or len(os.fsencode(tag)) > _MAX_TAG or tag in _TAKEN)
+
+
 def check_tag(tag: str) -> str:
     """The tag, if it can name a directory inside of another.
 
     Raises:
         ValueError: it cannot.
     """
-    is_wrong = not tag or tag.startswith(".") or tag != tag.strip() or re.search(r"[/\\\x00-\x1f\ud800-\udfff]", tag)
-    if is_wrong or len(os.fsencode(tag)) > _MAX_TAG or tag in _TAKEN:
+    if not _is_tag(tag):
         raise ValueError(
             f"A checkpoint's tag becomes the name of its directory; {tag[:300]!r} cannot. Leave out slashes, control characters, "
             f"spaces at the ends and a dot in front, take at most {_MAX_TAG} bytes, and none of {', '.join(_TAKEN)}."
@@ -121,9 +125,10 @@ def list_tags(directory: str | Path) -> list[str]:
         names = os.listdir(directory)
     written: dict[str, int] = {}
     for name in sorted(names, key=lambda name: name[0] == "."):
-        if name[0] != "." or name.endswith(".replaced"):  # the latter died between its two renames
+        tag = tag_at(Path(name))
+        if _is_tag(tag) and (name == tag or name.endswith(".replaced")):  # the latter died between its two renames
             with suppress(*NOTHING_THERE, PermissionError):  # no checkpoint, or just deleted; or lost+found
-                written.setdefault(tag_at(Path(name)), os.stat(Path(directory, name, "index.json")).st_mtime_ns)
+                written.setdefault(tag, os.stat(Path(directory, name, "index.json")).st_mtime_ns)
     return sorted(written, key=written.__getitem__)
 
 

@@ -26,6 +26,7 @@ from tests.checkpoint.checkpoints import TAG, flip, make, run
 def test_ls_lists_the_checkpoints_of_a_directory(saved, capsys):
     make(saved, 1, 3, tag="global_step10", global_steps=10)
     (saved / ".global_step12.partial").mkdir()
+    shutil.copytree(saved / TAG, saved / "what no tag can be ")
     (saved / TAG / "rank_00000.safetensors").unlink()
     status, lines = run(capsys, "ls", saved)
     assert status == 0
