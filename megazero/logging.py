@@ -11,7 +11,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from copy import copy
 from functools import partial
+from pathlib import PurePath
 
 ALIKE = {"alike": True}  # get_logger(...).warning(..., extra=ALIKE): every rank says the same, so the first is enough
 SLOW_S = 10.0  # after which `told_if_slow` says what takes so long
@@ -105,11 +107,19 @@ def table(title: str, rows: Iterable[tuple[str, str]]) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Lines in which names and data of others cannot command the terminal."""
+    """Lines in which names and data of others cannot command the terminal, nor end the line, to pass for the next one."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line to print."""
+        if record.msg != "%s" and isinstance(args := record.args, tuple):  # "%s" is for tables
+            record = copy(record)  # which other handlers get as well
+            record.args = tuple(map(_in_one_line, args))
         return printable(super().format(record))
+
+
+def _in_one_line(value: object) -> object:
+    is_text = isinstance(value, str | PurePath | Exception)
+    return text.replace("\n", r"\n") if is_text and "\n" in (text := str(value)) else value
 
 
 def log_to_stderr() -> None:

@@ -87,6 +87,15 @@ def test_a_line_of_the_log_does_not_command_the_terminal(formatter):
     assert formatter.format(record) == r"a\x00\x1b[2J\x7f\x9b\u202eb\r\u2066" + "\n\tcé\u200f中 \U0001f600"
 
 
+@pytest.mark.parametrize("formatter", [PrintableFormatter(), _Formatter(rank=0)])
+@pytest.mark.parametrize("kind", [str, Path, ValueError])
+def test_a_name_in_a_message_does_not_begin_a_line_of_its_own(formatter, kind):
+    args = (kind("data/a\nWARNING: all is lost\n"), 2)
+    record = logging.makeLogRecord({"msg": "%s has\n%d lines", "args": args, "levelno": logging.INFO})
+    assert formatter.format(record) == r"data/a\nWARNING: all is lost\n has" + "\n2 lines"
+    assert record.args == args  # as other handlers get it
+
+
 def test_the_log_of_a_command_goes_to_standard_error_and_does_not_command_the_terminal():
     code = "import logging; from megazero.logging import log_to_stderr; log_to_stderr(); logging.info('a\\x1b[2Jb')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
