@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args = step_parser(step).parse_args(argv[1:])
         with logging_redirect_tqdm():  # a message does not tear the bar apart
             result = args.run(args)
-        print(json.dumps(result, ensure_ascii=False), flush=True)
+        print(json.dumps(result), flush=True)  # ASCII: JSON in every locale, and no command to a terminal
     except KeyboardInterrupt:
         sys.exit("stopped; the same command goes on from here")
     except (ValueError, OSError, RuntimeError) as error:

@@ -382,3 +382,14 @@ def test_every_step_has_a_command_line_that_explains_it(step):
 def test_no_module_hides_one_of_the_standard_library():
     modules = {path.stem for path in (ROOT / "data_tools").glob("*.py")}
     assert not modules & set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_the_result_of_a_step_is_json_in_every_locale_and_does_not_command_the_terminal(tmp_path, encoding):
+    (tmp_path / "in.jsonl").write_text(
+        '{"text": "a"}\n["caf\u00e9"]\n{"\x9b2J\u202e\u00e9\u4e2d": 1}\n', encoding="utf-8"
+    )
+    command = [sys.executable, "-m", "data_tools", "merge", "--input", "in.jsonl", "--output", "caf\u00e9.jsonl"]
+    variables = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60, check=True, env=variables)
+    assert done.stdout.isascii() and "its keys: \x9b2J\u202e\u00e9\u4e2d" in json.loads(done.stdout)["first_errors"][1]
