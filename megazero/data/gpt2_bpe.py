@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -119,7 +118,11 @@ def _read_vocabulary(path: str | Path, held: bytes) -> dict[str, int]:
 
 
 def _read_merges(path: str | Path, held: bytes) -> Iterator[tuple[int, str, str]]:
-    for number, line in enumerate(io.TextIOWrapper(io.BytesIO(held), encoding="utf-8").read().split("\n"), start=1):
+    try:
+        lines = held.decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--merge-file {path} is not UTF-8 text, at byte {error.start}") from error
+    for number, line in enumerate(lines, start=1):
         if not line or (number == 1 and line.startswith("#version")):
             continue
         left, _, right = line.partition(" ")

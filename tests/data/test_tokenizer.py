@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import pickle
 import shutil
@@ -254,6 +255,9 @@ def test_wrong_files_get_one_clear_line(gpt2_folder, tmp_path):
         build_tokenizer("GPT2BPETokenizer", gpt2_folder / "tokenizer.json", merges)
     with pytest.raises(ValueError, match=":1: expected two tokens"):
         build_tokenizer("GPT2BPETokenizer", vocab, vocab)
+    (tmp_path / "packed.bpe").write_bytes(gzip.compress(merges.read_bytes()))
+    with pytest.raises(ValueError, match="--merge-file .*packed.bpe is not UTF-8 text, at byte 1$"):
+        build_tokenizer("GPT2BPETokenizer", vocab, tmp_path / "packed.bpe")
     (tmp_path / "shuffled.txt").write_text("\n".join(reversed(merges.read_text().strip().split("\n")[1:])))
     with pytest.raises(ValueError, match="does not belong to|do not rise"):
         build_tokenizer("GPT2BPETokenizer", vocab, tmp_path / "shuffled.txt")
