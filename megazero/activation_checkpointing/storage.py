@@ -7,7 +7,8 @@ swap file. So a call costs one copy to put away, and one copy and one all-gather
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from weakref import WeakValueDictionary
@@ -19,13 +20,16 @@ from megazero import comm
 from megazero.activation_checkpointing.options import CheckpointSettings
 from megazero.comm import Channel, Work
 from megazero.comm.lane import Finished
-from megazero.nvme import PagePool, SwapFile, Transfer, aligned_empty, padded
+from megazero.nvme import PagePool, SwapFile
 from megazero.zero.arrival import Arrival
 from megazero.zero.home import MemoryVector
 from megazero.zero.link import Link
+from megazero.zero.nvme_home import NvmeHome, SwappedVector
 
 # Bytes. cuBLAS chooses its algorithm by the alignment of its operands up to this, and another one may round differently.
 _ALIGNMENT = 256
+# In host memory, through which calls go to a drive and come back: a forward waits if the drive is so many calls behind.
+BUFFERS = 4
 
 
 @dataclass(frozen=True)
@@ -94,64 +98,27 @@ class _InMemory(MemoryVector):
         super().__init__(home, link)
         self._give_back = give_back
 
-    def buffer(self) -> Tensor:
-        """Where the bytes are written to, on the device."""
-        return self.resident if self.link is None else torch.empty_like(self.resident, device=self.link.device)
-
-    def put(self, buffer: Tensor) -> None:
-        """Starts to copy them, unless they are where they rest."""
-        if self.link is not None:
+    @contextmanager
+    def filled(self) -> Iterator[Tensor]:
+        """Memory on the device for the bytes, which start on their way to where they rest at the end of the block."""
+        if self.link is None:
+            yield self.resident
+        else:
+            buffer = torch.empty_like(self.resident, device=self.link.device)
+            yield buffer
             self.send(buffer)
-
-    def fill(self, part: Tensor, gather: Callable[[], Work]) -> Work:
-        """Starts to copy them to `part`, on the device, and to gather after that."""
-        return Arrival(part.device, comes_ahead=False).fill(self, part, gather)
 
     def free(self) -> None:
         """Gives the memory back."""
         self._give_back()
 
 
-class _OnDrive:
-    """The bytes of one call in the swap file; in memory while they are written and from `start` on."""
+class _OnDrive(SwappedVector):
+    """The bytes of one call in the swap file; in memory while they are written, and from `prefetch` on."""
 
-    def __init__(self, swap: SwapFile, nbytes: int, pages: PagePool | None) -> None:
-        """`pages` are locked ones, where there is a device to copy from and to."""
-        self._swap, self._region, self._nbytes, self._pages = swap, swap.allocate(nbytes), nbytes, pages
-        self._write: Transfer | None = None
-        self._read: tuple[Tensor, Transfer] | None = None
-
-    def buffer(self) -> Tensor:
-        """Whole pages of host memory for the bytes."""
-        nbytes = padded(self._nbytes)
-        return aligned_empty(nbytes) if self._pages is None else self._pages.empty(nbytes)
-
-    def put(self, buffer: Tensor) -> None:
-        """Starts to write; the transfer holds the memory until it has ended."""
-        self._write = self._swap.write(self._region, buffer)
-
-    def start(self) -> None:
-        """Starts to read, behind the write, unless that has been done."""
-        if self._read is None:
-            buffer = self.buffer()
-            self._read = buffer, self._swap.read(self._region, buffer, after=self._write)
-
-    def fill(self, part: Tensor, gather: Callable[[], Work]) -> Work:
-        """Copies them to `part`, on the device, when they have been read, and starts to gather.
-
-        Raises:
-            OSError: they could not be written or read.
-        """
-        self.start()
-        assert self._read is not None
-        (buffer, transfer), self._read = self._read, None
-        transfer.wait()
-        part.copy_(buffer[: self._nbytes])  # the copy has ended when the buffer goes, which is now
-        return gather()
-
-    def free(self) -> None:
-        """Gives the place back, when what is under way there has ended."""
-        self._swap.free(self._region)
+    def filled(self) -> AbstractContextManager[Tensor]:
+        """Host memory for the bytes, which start on their way to the file at the end of the block."""
+        return self.at_hand(reads=False, writes=True)
 
 
 class Kept:
@@ -176,15 +143,14 @@ class Kept:
             self.nbytes = -(-place.stop // _ALIGNMENT) * _ALIGNMENT
         self._rest = rest = storage.rest(self.nbytes)
         storage.kept_bytes += self.nbytes
-        buffer = rest.buffer()
-        for place, x in zip(self._places, tensors, strict=True):
-            place.write(x, buffer, self._part)
-        rest.put(buffer)
+        with rest.filled() as buffer:
+            for place, x in zip(self._places, tensors, strict=True):
+                place.write(x, buffer, self._part)
 
     def start(self) -> None:
         """Starts the way back, unless that has been done: copies, and asks the other ranks for their parts."""
         if isinstance(self._rest, _OnDrive):
-            self._rest.start()
+            self._rest.prefetch()
         elif self._rest is not None and self._back is None:
             self._back = self._gathered(self._rest)
 
@@ -207,8 +173,8 @@ class Kept:
     def _gathered(self, rest: _InMemory | _OnDrive) -> tuple[Tensor, Work]:
         """The buffers of all ranks on the device, when the work is done."""
         whole = torch.empty(self._parts * self.nbytes, dtype=torch.uint8, device=self._storage.device)
-        part = whole.view(self._parts, -1)[self._part]
-        return whole, rest.fill(part, partial(self._gather, whole))
+        part, gather = whole.view(self._parts, -1)[self._part], partial(self._gather, whole)
+        return whole, Arrival(whole.device, comes_ahead=False).fill(rest, part, gather)
 
     def _gather(self, whole: Tensor) -> Work:
         """Starts to bring the other ranks' parts."""
@@ -241,7 +207,9 @@ class Storage:
         self.kept_bytes = 0
         # Calls that keep equally much share an arena; nothing but the calls themselves holds on to it.
         self._arenas: WeakValueDictionary[int, _Arena] = WeakValueDictionary()
-        self._swap: SwapFile | None = None  # made when it is needed
+        # Made when they are needed, the home anew for larger calls.
+        self._swap: SwapFile | None = None
+        self._on_drive: NvmeHome | None = None
         is_offloaded = settings.checkpoint_in_cpu and comm.has_streams(self.device)
         self.link = Link.to(self.device, pin=True) if is_offloaded else None
         self._pages = PagePool(sizes_vary=True)
@@ -262,7 +230,9 @@ class Storage:
             if self._swap is None:
                 rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
                 self._swap = SwapFile(settings.checkpoint_nvme_path, rank)
-            return _OnDrive(self._swap, nbytes, self._pages if comm.has_streams(self.device) else None)
+            if self._on_drive is None or nbytes > self._on_drive.buffer_nbytes:
+                self._on_drive = NvmeHome(self._swap, nbytes, BUFFERS, pin=comm.has_streams(self.device))
+            return _OnDrive(self._on_drive, nbytes, torch.uint8)
         if self.link is not None:
             self.link.to_device.finish()  # of the backward before, so that its pages are there again
             self.link.to_host.make_room()  # before the device's memory is taken that the next ones are sent from

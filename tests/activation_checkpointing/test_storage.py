@@ -2,6 +2,7 @@
 
 import gc
 import tempfile
+import time
 from math import ceil
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 
 from megazero import activation_checkpointing, comm, mpu
 from megazero.activation_checkpointing import ActivationCheckpointer, CheckpointSettings
-from megazero.nvme import PAGE, SwapFile
+from megazero.activation_checkpointing.storage import BUFFERS
+from megazero.nvme import PAGE, FileTransport, SwapFile
 from tests.activation_checkpointing.blocks import Block, assert_same, plainly, run
 from tests.ranks import run_ranks
 
@@ -196,6 +198,29 @@ def test_the_next_block_is_read_from_a_drive_once_and_before_the_recomputation(o
         y = ours.checkpoint(lambda x, i=i: (events.append(f"run {i}"), x.sin())[1], y)
     y.sum().backward()
     assert events == ["run 0", "run 1", "run 2", "read", "read", "run 2", "read", "run 1", "run 0"]
+
+
+def test_few_of_the_inputs_are_in_host_memory_however_slow_the_drive_is(one_rank, monkeypatch):
+    buffers, write, slowly = {}, SwapFile.write, FileTransport.write
+
+    def note(file, region, buffer, *args, **kwargs):
+        buffers.setdefault(buffer.nbytes, set()).add(buffer.data_ptr())
+        return write(file, region, buffer, *args, **kwargs)
+
+    monkeypatch.setattr(SwapFile, "write", note)
+    monkeypatch.setattr(FileTransport, "write", lambda *args: (time.sleep(0.01), slowly(*args))[1])
+    ours = checkpointer("on nvme")
+    for numel in (5, 3 * PAGE, 5):  # inputs of one page, of more, and of one page in buffers of more
+        y = x = torch.rand(numel, requires_grad=True)
+        for _ in range(12):
+            y = ours.checkpoint(torch.sin, y)
+        y.sum().backward()
+        y = want = x.detach().requires_grad_()
+        for _ in range(12):
+            y = y.sin()
+        y.sum().backward()
+        assert torch.equal(x.grad, want.grad)
+    assert len(buffers[PAGE]) <= 2 * BUFFERS and len(buffers[12 * PAGE]) <= BUFFERS
 
 
 def test_contiguous_checkpoints_lie_in_one_storage_that_is_used_again(one_rank):

@@ -267,7 +267,7 @@ def fake_world(
         patch.setattr(F, "rms_norm", device_rms_norm)
         patch.setattr(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_, **__: None)
         patch.setattr(adam_kernels, "mixed_kernel", lambda needs_float16: held.adam)
-        for module in (link, nvme_home, writer, checkpointing.storage):
+        for module in (link, nvme_home, writer):
             patch.setattr(module, "aligned_empty", held.aligned_empty)
         for module in (homes, init, checkpointing.storage):
             patch.setattr(module, "SwapFile", held.swap_file)
