@@ -42,20 +42,18 @@ class Replicas:
             DeepSpeedConfigError: one of them is missing on a rank, or has another shape there.
         """
         self._groups = groups
-        self._unseen: dict[str, nn.Parameter] = {}
+        self._whole: dict[str, nn.Parameter] = {}
         self._asked: Counter[str] = Counter()  # updates in which it was compared
-        # Squared: a gradient so far, and a difference of those that are alike.
-        self._largest: Tensor | float = 0.0
-        self._rounding: Tensor | float = 0.0
         if groups.model_parallel_size > 1:
             cuts, named = partitions(model), model.named_parameters()
-            self._unseen = {name: p for name, p in named if name not in cuts and all(shape_of(p))}
-            shapes = {name: tuple(shape_of(p)) for name, p in self._unseen.items()}
+            self._whole = {name: p for name, p in named if name not in cuts and all(shape_of(p))}
+            shapes = {name: tuple(shape_of(p)) for name, p in self._whole.items()}
             if unlike := comm.differing_names(shapes, groups.model):
                 raise DeepSpeedConfigError(
                     f"{', '.join(unlike)}: not marked as parts of larger parameters, but not of one shape on the "
                     f"{groups.model_parallel_size} model-parallel ranks, or missing on one. {_DECLARE}"
                 )
+        self._unseen = set(self._whole)
 
     def compare(self) -> None:
         """Compares the mean gradients of those that have not been seen to be alike, up to rounding. Collective over the world.
@@ -66,8 +64,11 @@ class Replicas:
         Raises:
             DeepSpeedConfigError: the gradients of some parameter differ.
         """
-        local = {name: safe_get_local_grad(p) for name, p in self._unseen.items() if p.requires_grad}
-        rows = {name: self._squares(self._unseen[name], grad) for name, grad in local.items() if grad is not None}
+        if not any(self._whole[name].requires_grad for name in self._unseen):
+            return
+        # Of all: what is small is so beside the others' gradients of this update. Those of an earlier one may be much smaller.
+        local = {name: safe_get_local_grad(p) for name, p in self._whole.items() if p.requires_grad}
+        rows = {name: self._squares(self._whole[name], grad) for name, grad in local.items() if grad is not None}
         if not rows:
             return
         squares = torch.stack(list(rows.values()))  # [parameters, 2]
@@ -76,11 +77,10 @@ class Replicas:
             return
         apart, size = squares.T
         are_alike = apart <= _UNLIKE**2 * size
-        self._largest = largest = size.max().clamp(min=self._largest)
-        self._rounding = rounding = torch.where(are_alike, apart, 0).max().clamp(min=self._rounding)
+        rounding, largest = torch.where(are_alike, apart, 0).max(), size.max()
         small = rounding.clamp(_TOO_SMALL**2 * largest, _LARGE_ENOUGH**2 * largest)
-        may_be_alike = (are_alike | (size <= small)).tolist()
-        if unlike := [name for name, may_be in zip(rows, may_be_alike, strict=True) if not may_be]:
+        may_be_alike = dict(zip(rows, (are_alike | (size <= small)).tolist(), strict=True))
+        if unlike := [name for name, may_be in may_be_alike.items() if name in self._unseen and not may_be]:
             raise DeepSpeedConfigError(
                 f"{', '.join(unlike)}: not marked as parts of larger parameters, but their gradients are not the same on the "
                 f"{self._groups.model_parallel_size} model-parallel ranks. Nothing has been updated. {_DECLARE} The others get "
@@ -91,7 +91,7 @@ class Replicas:
         for name, is_seen in zip(rows, (are_alike & (size > 0)).tolist(), strict=True):
             self._asked[name] += 1
             if is_seen or self._asked[name] == _MOST:
-                del self._unseen[name]
+                self._unseen.discard(name)
 
     def _squares(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
         """[2]: the squared distance of the gradient, here in part, from the first rank's, and the sum of their squares."""

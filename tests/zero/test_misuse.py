@@ -675,32 +675,34 @@ class Slight(nn.Module):
         super().__init__()
         self.whole, self.slight = (nn.Parameter(torch.ones(5)) for _ in range(2))
 
-    def forward(self, rounding: float, size: float) -> torch.Tensor:
+    def forward(self, rounding: float, size: float, scale: float) -> torch.Tensor:
         rank = torch.distributed.get_rank()
-        return ((1 + rounding * rank) * self.whole + size * (1 + rank) * self.slight).sum()
+        return scale * ((1 + rounding * rank) * self.whole + size * (1 + rank) * self.slight).sum()
 
 
-def slight_case(rounding: float, sizes: list[float], refused: int | None) -> None:
+def slight_case(rounding: float, sizes: list[float], refused: int | None, growth: float) -> None:
     groups, model = mpu.initialize_model_parallel(2), Slight()
     engine = Engine(model, groups, torch.optim.SGD, *weight_decay_groups(model, 0.0), zero=ZeroConfig(stage=1))
     for update, size in enumerate(sizes, 1):
-        engine.backward(engine(rounding, size))
+        engine.backward(engine(rounding, size, growth**update))
         with pytest.raises(ValueError, match="slight: not") if update == refused else nullcontext():
             engine.step()
 
 
 @pytest.mark.parametrize(
-    ("rounding", "sizes", "refused"),
+    ("rounding", "sizes", "refused", "growth"),
     [
-        (0, [3e-5], 1),  # as of a temperature of attention, which is near uniform at first
-        (0, [1e-6] * 11, None),
-        (0, [1e-6, 1e-6, 1e-4], 3),
-        (3e-3, [3e-4] * 11, None),
-        (3e-3, [3e-4, 3e-4, 3e-3], 3),
+        (0, [3e-5], 1, 1),  # as of a temperature of attention, which is near uniform at first
+        (0, [1e-6] * 11, None, 1),
+        (0, [1e-6] * 3, None, 30),  # where the head is zero at first, and the learning rate warms up
+        (0, [1e-6, 1e-6, 1e-4], 3, 1),
+        (0, [1e-6, 1e-6, 1e-4], 3, 0.01),
+        (3e-3, [3e-4] * 11, None, 1),
+        (3e-3, [3e-4, 3e-4, 3e-3], 3, 1),
     ],
 )
-def test_a_difference_is_judged_once_it_is_no_rounding_error(rounding, sizes, refused):
-    run_ranks(2, slight_case, rounding, sizes, refused)
+def test_a_difference_is_judged_once_it_is_no_rounding_error(rounding, sizes, refused, growth):
+    run_ranks(2, slight_case, rounding, sizes, refused, growth)
 
 
 class Uneven(nn.Module):
