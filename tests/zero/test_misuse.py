@@ -773,7 +773,7 @@ def idle_case() -> None:
     for step in range(11):
         engine.backward(engine(torch.ones(4, 6)).square().mean())
         engine.step()
-        asked = engine._replicas._unseen.keys()
+        asked = engine._replicas._unseen
         assert asked == ({"idle", "down"} if step == 0 else {"idle"} if step < 9 else set()), step
 
 
