@@ -37,7 +37,10 @@ class StopSignal:
             return
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
-                self._before[number] = signal.signal(number, self) or signal.SIG_DFL  # None is a handler of C code
+                before = signal.signal(number, self)
+                if isinstance(before, StopSignal):  # of a job that a signal has ended
+                    before = before._before[number]
+                self._before[number] = before or signal.SIG_DFL  # None is a handler of C code
 
     def give_signals_back(self) -> None:
         """Undoes `take_signals`, unless a signal has come: then the process is leaving, and launchers send the same one twice."""
