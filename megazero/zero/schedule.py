@@ -49,10 +49,12 @@ from megazero.zero.waiting import Waiting
 logger = get_logger(__name__)
 
 # What torch says when autograd has saved a parameter or a view of it, whose memory is gone: of its storage, or that an operand
-# is of size 0. Or, if its values are on their way, of a version of `ON_THE_WAY` or more.
+# is of size 0, or a gradient that a node of torch's makes. Or, if its values are on their way, of a version of `ON_THE_WAY` or
+# more.
 _MISSES_MEMORY = re.compile(
     r"setStorage|tensor [ab] \(0\)|vec \(0\)|(mat2|self) must be a matrix|weight of shape \[0\]|gamma\.numel\(\) == C|"
-    r"weight should have at least three dimensions|at version \d{10}\b"
+    r"weight should have at least three dimensions|vector \+ matrix @ vector expected|"
+    r"Backward\d returned an invalid gradient at index \d - got \[(\d+, )*0\]|at version \d{10}\b"
 )
 _READ_UNNOTICED = (
     "The backward needs a parameter of a unit after the unit was released, or before it was gathered. If a module that does not "

@@ -1006,6 +1006,9 @@ class ReadsBy(nn.Module):
     [
         (nn.Linear(8, 8), lambda x, weight: x @ weight),
         (nn.Linear(8, 8), lambda x, weight: weight @ x),
+        (nn.Linear(8, 8), lambda x, weight: weight @ x[0]),
+        (nn.LayerNorm(8), lambda x, weight: x @ weight),
+        (nn.LayerNorm(8), lambda x, weight: torch.addr(x, x[0], weight)),
         (nn.Conv1d(8, 8, 1), F.conv1d),
         (nn.LayerNorm(8), lambda x, weight: F.layer_norm(x, (8,), weight)),
         (nn.GroupNorm(2, 8), lambda x, weight: F.group_norm(x, 2, weight)),
@@ -1026,7 +1029,7 @@ def test_an_unnoticed_read_is_explained_whatever_torch_says_of_it(one_rank, unit
         (3, RuntimeError, "the user's own"),
         (2, RuntimeError, "a matrix of size [0]"),
         (3, RuntimeError, "mat1 and mat2 shapes cannot be multiplied (0x8 and 5x1)"),
-        (3, RuntimeError, "got [0] but expected shape compatible with [2, 8]"),
+        (3, RuntimeError, "Function OwnBackward returned an invalid gradient at index 0 - got [0] but expected shape"),
         (3, NotImplementedError, "setStorage"),
     ],
 )
