@@ -69,7 +69,7 @@ def greedy_case():
     got = generate(model, PROMPTS, 8, temperature=0)
     assert got == [greedy(plain, prompt, 8) for prompt in PROMPTS]
     for module, dim in ((model, 0), (plain, 1)):  # they look back without attention: no cache has what they see
-        module.word_embeddings.register_forward_hook(lambda _, tokens, x, dim=dim: x.cumsum(dim))
+        module.word_embeddings.register_forward_hook(lambda _, tokens, x, dim=dim: x - x.cumsum(dim))
     want = [greedy(plain, prompt, 8) for prompt in PROMPTS]
     assert generate(model, PROMPTS, 8, temperature=0, use_cache=False) == want != got
     assert generate(model, PROMPTS, 8, temperature=0) != want
