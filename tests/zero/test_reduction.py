@@ -6,6 +6,7 @@ import itertools
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -55,6 +56,26 @@ def overlap_case(folder: str) -> None:
 
 def test_gradients_are_on_their_way_while_backward_goes_on(tmp_path):
     run_ranks(2, overlap_case, str(tmp_path))
+
+
+def wires_case() -> None:
+    mpu.initialize_model_parallel(1)
+    for stage, wire, most in ((1, "same", 0), (1, "compute", 1), (2, "same", 1)):
+        engine = make_engine(Toy(), stage, dtype=torch.bfloat16, zero={"reduce_dtype": wire})
+        reduce, held = Gradient.reduce, []
+
+        def counted(gradient: Gradient, engine=engine, reduce=reduce, held=held) -> None:
+            reduce(gradient)
+            held.append(sum(bucket.gradient.has_wire for bucket in engine.buckets))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Gradient, "reduce", counted)
+            engine.backward(engine(my_batch()))
+        assert len(held) == len(engine.buckets) and set(held) == {most}
+
+
+def test_one_reduction_at_a_time_holds_memory_beside_the_gradients():
+    run_ranks(2, wires_case)
 
 
 def ahead_case() -> None:
