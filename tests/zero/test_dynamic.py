@@ -24,6 +24,7 @@ from megazero.optim.loss_scaler import LossScaler
 from megazero.zero import GatheredParameters, ZeroConfig, build
 from megazero.zero.gradient import Gradient
 from megazero.zero.registry import bucket_of
+from megazero.zero.waiting import Waiting
 from tests.comm.ways import use_one_lane
 from tests.ranks import run_ranks
 from tests.zero.models import (
@@ -684,6 +685,37 @@ def own_error_case() -> None:
 
 def test_an_error_of_the_optimizers_own_keeps_its_class_and_text():
     run_ranks(2, own_error_case)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "is_explained"),
+    [
+        (2, RuntimeError, True),
+        (2, torch.distributed.DistBackendError, True),
+        (1, RuntimeError, False),
+        (2, torch.OutOfMemoryError, False),
+        (2, comm.OtherRankError, False),
+    ],
+)
+def test_errors_of_collectives_and_no_others_are_explained_where_there_are_other_ranks(
+    one_rank, monkeypatch, ranks, kind, is_explained
+):
+    def fail() -> None:
+        raise kind("as it is")
+
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: ranks)
+    said = r"rank 0, step 1, a gather failed\..*\(as it is\)" if is_explained else "as it is"
+    with pytest.raises(kind if not is_explained else RuntimeError, match=f"^{said}$"):
+        Waiting().until(fail, "a gather")
+
+
+def test_what_a_graph_has_kept_is_gathered_anew_once_its_values_are_set(one_rank):
+    engine = make_engine(nn.Sequential(Block(4), Block(4)), 3)
+    image = torch.ones(2, 4, requires_grad=True)
+    (slope,) = torch.autograd.grad(engine(image).sum(), image, create_graph=True)
+    bias = engine.module[1].down.bias
+    utils.safe_set_full_fp32_param(bias, torch.full((4,), 100.0))
+    assert engine(image).min() > 50, slope
 
 
 def test_a_forward_on_one_rank_only_names_rank_step_and_unit(tmp_path):
