@@ -119,6 +119,14 @@ def test_a_tokenizer_json_is_kept_but_for_what_adds_tokens_and_cuts(tmp_path, cu
         ours = build_tokenizer("HuggingFaceTokenizer", tokenizer_path=tmp_path)
         assert_reads_as(ours, files := huggingface_files(ours))
         assert files["tokenizer.json"] == (tmp_path / "tokenizer.json").read_bytes()
+    for change, back in ((theirs.enable_truncation, theirs.no_truncation), (theirs.enable_padding, theirs.no_padding)):
+        change(**({"max_length": 3} if back == theirs.no_truncation else {"length": 9}))  # one alone
+        theirs.save(str(tmp_path / "tokenizer.json"))
+        assert_reads_as(ours, huggingface_files(build_tokenizer("HuggingFaceTokenizer", tokenizer_path=tmp_path)))
+        back()
+    theirs.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 0)])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    assert_reads_as(ours, huggingface_files(build_tokenizer("HuggingFaceTokenizer", tokenizer_path=tmp_path)))
 
 
 def test_the_files_of_a_gpt2_vocabulary_are_what_transformers_takes(tokenizer, gpt2_folder):
