@@ -42,3 +42,7 @@ def test_objects_may_be_linked_more_deeply_than_python_recurses():
     for _ in range(3000):
         linked = SimpleNamespace(next=linked)
     assert list(tensors_in(linked)) == [tensor]
+
+
+def test_what_can_be_called_is_not_looked_into():
+    assert not list(tensors_in([torch.nn.Linear(1, 1), SimpleNamespace(f=torch.nn.Linear(1, 1).forward)]))
