@@ -330,12 +330,6 @@ def test_one_command_begins_with_pretrained_weights_and_goes_on_with_its_own_run
     assert other.returncode == 1 and "that is another model. Give --num-layers 2" in other.stdout, other.stdout
 
 
-def test_pretrained_weights_that_are_not_there_are_told_by_their_flag(tmp_path):
-    flags = CheckpointConfig(load=f"{tmp_path}/a", save=f"{tmp_path}/a", pretrained_checkpoint=str(tmp_path))
-    with pytest.raises(ValueError, match=f"--pretrained-checkpoint {tmp_path}: there is no checkpoint in it"):
-        flags.resolved()
-
-
 @pytest.mark.parametrize(
     "load",
     [[], ["--load", "elsewhere"], ["--load", "{save}", "--finetune"], ["--load", "{save}/global_step8"]],
