@@ -542,10 +542,15 @@ def test_a_checkpoint_of_another_vocabulary_is_neither_continued_nor_used(whole,
         job_checkpoints._prepare_to_continue(job, Reader(whole))
 
 
-@pytest.mark.parametrize(("content", "is_told"), [(None, True), (b"other", True), (b"own", False)])
+@pytest.mark.parametrize(
+    ("content", "is_told"), [(None, True), (b"other", True), (b"of a script", True), (b"own", False)]
+)
 def test_weights_from_elsewhere_that_do_not_have_the_jobs_vocabulary_are_told(monkeypatch, caplog, content, is_told):
     files = {} if content is None else {"tokenizer.model": np.frombuffer(content, np.uint8)}
-    monkeypatch.setattr(job_checkpoints, "client_state", lambda _: {"tokenizer_files": files})
+    client = {"tokenizer": {"tokenizer_type": "SentencePieceTokenizer"}, "tokenizer_files": files}
+    if content == b"of a script":
+        client = {"tokenizer_files": ["tokenizer.model"]}
+    monkeypatch.setattr(job_checkpoints, "client_state", lambda _: client)
     monkeypatch.setattr(job_checkpoints, "_refuse_other_model", lambda *_: None)
     config = SimpleNamespace(checkpoint=SimpleNamespace(finetune=True))
     job = SimpleNamespace(tokenizer=SimpleNamespace(contents={"tokenizer.model": b"own"}), config=config)

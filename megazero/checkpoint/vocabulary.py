@@ -29,7 +29,8 @@ def saved_flags(client: dict[str, Any]) -> dict[str, Any]:
 
 def saved_files(client: dict[str, Any]) -> dict[str, bytes]:
     """What the files hold that a checkpoint has of its tokenizer, by name; none of older checkpoints, or of other systems."""
-    return {name: content.tobytes() for name, content in client.get("tokenizer_files", {}).items()}
+    saved = client.get("tokenizer_files", {}) if saved_flags(client) else {}
+    return {name: content.tobytes() for name, content in saved.items()}
 
 
 def saved_tokenizer(client: dict[str, Any], path: Path) -> Tokenizer:
