@@ -98,7 +98,7 @@ def load_pipeline(path: Path, changes: dict[str, str]) -> Pipeline:
     flags = {flag for step in content["steps"] for flag in step_parser(step["step"]).takes_value}
     if unused := [name for name in defaults if f"--{name}" not in flags]:
         raise ValueError(f"{path}: defaults: none of the steps has a flag --{unused[0]}")
-    folder = Path(_filled(str(content.get("folder", ".")), variables, path))
+    folder = Path(_filled(str(content.get("folder") or "."), variables, path))
     return Pipeline(path, folder, variables, defaults, content["steps"])
 
 

@@ -286,6 +286,14 @@ def test_a_wrong_pipeline_is_refused_before_anything_runs(tmp_path, monkeypatch,
     assert sorted(os.listdir()) == ["a.jsonl", "p.yaml"]
 
 
+def test_an_entry_without_a_value_is_as_good_as_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_documents(tmp_path / "a.jsonl", [{"text": "a"}])
+    empty = "folder:\nvariables:\ndefaults:\n"
+    run_step("run", write_pipeline(tmp_path, f"{empty}steps: [{{step: merge, input: a.jsonl, output: b.jsonl}}]"))
+    assert {"b.jsonl", "manifest.json"} < set(os.listdir())
+
+
 @pytest.mark.parametrize("pattern, folder", [("in/*", ""), ("in", "sub")])
 def test_a_file_that_no_input_belongs_to_any_more_is_not_taken_up(tmp_path, monkeypatch, pattern, folder):
     monkeypatch.chdir(tmp_path)
