@@ -107,7 +107,9 @@ def select(documents: list[dict[str, str]], max_bytes: int) -> list[dict[str, st
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the step."""
     parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
-    parser.add_argument("--max-mb", type=number, default=9.0, help="megabytes of text at most")
+    parser.add_argument(
+        "--max-mb", type=number, default=9.0, help="about how many megabytes of text, if there are as many"
+    )
     parser.add_argument(
         "--faults",
         action="store_true",
