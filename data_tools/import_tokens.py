@@ -35,6 +35,7 @@ from megazero.lines.contents import describe_files
 from megazero.lines.partial_shard import PartialShard
 from megazero.lines.results import BlockResult, Counts, report_empty
 from megazero.lines.resumable import Item, WorkOptions, fill_one
+from megazero.logging import some
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         documents = len(lengths_of(partial))
         if not documents:
             partial.remove()
-            raise ValueError(f"{', '.join(map(str, paths))}: there are no documents in it")
+            raise ValueError(f"{some([*map(str, paths)])}: there are no documents in it")
         if documents == 1:
             logger.warning(
                 "all is one document: the end of text, id %d, is nowhere inside. If another id is between documents, name it "

@@ -33,6 +33,7 @@ from megazero.lines.outputs import check_ours, full_disk_named
 from megazero.lines.partial_shard import DROPPED_SUFFIX, JOURNAL, PartialShard, Shard, give_up
 from megazero.lines.results import NO_TEXT, check_strict, no_text, report_empty
 from megazero.lines.resumable import BlockReader, WorkOptions, fill_one, useful_workers
+from megazero.logging import some
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ def make_corpus(
             statistics = make(partial)
             if describe(paths) != source["inputs"]:
                 partial.remove()  # nobody knows of which version it was made
-                raise ValueError(f"{', '.join(map(str, paths))}: changed while it was read. Start again.")
+                raise ValueError(f"{some([*map(str, paths)])}: changed while it was read. Start again.")
             dtype = token_dtype(tokenizer.vocab_size)
             sidecar = Sidecar(
                 tokenizer_type=tokenizer.name,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.lines.jsonl import Block, LineError, block_lines, read_object
+from megazero.logging import some
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def no_text(paths: Iterable[Path], key: str, counts: Counts, flag: str) -> Value
     """The error where files that were counted hold no text; `flag` names the key."""
     why = f"; the first: {counts.errors[0]}" if counts.errors else ""
     return ValueError(
-        f"no line of {', '.join(map(str, paths))} holds a text under the key {key!r}: {counts.lines} lines, "
+        f"no line of {some([*map(str, paths)])} holds a text under the key {key!r}: {counts.lines} lines, "
         f"{counts.bad_lines} bad, {counts.documents} without text{why}. Each line must be one JSON object, in UTF-8; name the "
         f"key of its text with {flag}."
     )

@@ -141,6 +141,14 @@ def test_errors_are_one_line(folder, flags, message):
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
+def test_an_error_of_many_files_names_some(folder):
+    names = [f"{number}.jsonl" for number in range(9)]
+    for name in names:
+        (folder / name).write_text("\n")
+    with pytest.raises(SystemExit, match="^error: no line of 0.jsonl, 1.jsonl, 2.jsonl and 6 more holds a text"):
+        main(["tokenize", "--output-prefix", "c", "--tokenizer-path", "v", "--input", *names])
+
+
 def test_script_runs_by_itself_and_keeps_standard_output_for_the_result(folder):
     flags = ["--input", "in.jsonl", "--output-prefix", "c", "--tokenizer-path", "v", "--log-interval", "10"]
     done = subprocess.run([sys.executable, str(SCRIPT), *flags], capture_output=True, text=True, check=True)
