@@ -8,6 +8,8 @@ import time
 
 from tqdm import tqdm
 
+from megazero.logging import printable
+
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 30.0  # between log lines
@@ -28,7 +30,7 @@ class Progress:
         self._start = self._logged = time.monotonic()
         self._logged_documents = 0
         is_drawn = sys.stderr.isatty()
-        self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc=name, disable=not is_drawn)
+        self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc=printable(name), disable=not is_drawn)
 
     def update(self, documents: int, text_bytes: int, disk_bytes: int, tokens: int = 0) -> None:
         """Adds work that was done."""

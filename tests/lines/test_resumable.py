@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import pickle
@@ -131,3 +132,12 @@ def test_a_journal_with_other_fields_is_started_over(tmp_path, caplog, part):
     journal.write_text(json.dumps(content))
     assert filled([shard], copied) == [b"a\nb\n"]
     assert "0.out.partial.json is damaged" in caplog.text and "starting over" in caplog.text
+
+
+def test_the_name_of_a_bar_does_not_command_the_terminal(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr("sys.stderr", terminal)
+    with Progress("reading a\x1b[2J.jsonl", 10) as progress:
+        progress.update(1, 10, 10)
+    assert "reading a\\x1b[2J.jsonl: 100%" in terminal.getvalue() and "\x1b[2J" not in terminal.getvalue()
