@@ -51,8 +51,8 @@ def signatures(texts: Sequence[str], permutations: int) -> tuple[U64, U16]:
     Texts with the same words in the same order have the same content hash, whatever their case, punctuation and white space (half
     a million characters of these in a row may part a text in two); a text without words has the hash of its characters. The share
     of places where two signatures agree estimates the Jaccard similarity J of the texts' sets of 5-grams with a standard
-    deviation of sqrt(J (1 - J) / permutations). A text of fewer than five words counts as one 5-gram. Needs some 50 MB beyond the texts and
-    the result, however long a text is.
+    deviation of sqrt(J (1 - J) / permutations). A text of fewer than five words counts as one 5-gram. Needs some 50 MB beyond the
+    texts and the result, however long a text is.
     """
     content = np.empty((len(texts), 2), dtype=np.uint64)
     minima = np.empty((len(texts), permutations), dtype=np.uint16)
