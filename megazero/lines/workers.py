@@ -151,6 +151,6 @@ def _work(pipe: Connection, pickled: bytes) -> None:
                 answer = None, function(item)
             except (ValueError, OSError) as error:  # of the user's input, or of the machine
                 answer = error, None
-            except Exception:
+            except (Exception, SystemExit):  # the latter of a user's function
                 answer = RuntimeError(f"a worker process failed:\n{traceback.format_exc()}"), None
             pipe.send(answer)

@@ -39,6 +39,10 @@ def fails(number):
     return 1 // (number - 3)
 
 
+def exits(number):
+    sys.exit("no more")
+
+
 def refuses(number):
     raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad") if number else FullDiskError(28, "no room")
 
@@ -78,6 +82,11 @@ def test_large_items_and_results_do_not_block_each_other():
     items = [b"x" * 3_000_000 for _ in range(8)]
     for item, result in ordered_map(bytes, items, 2):
         assert result == item
+
+
+def test_a_function_that_ends_its_process_is_named():
+    with pytest.raises(RuntimeError, match="(?s)a worker process failed.*in exits.*SystemExit: no more"):
+        list(ordered_map(exits, range(3), workers=2))
 
 
 def test_error_in_a_worker_holds_its_traceback():
