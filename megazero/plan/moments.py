@@ -133,7 +133,8 @@ def _blocks_backward(
         kept = work.kept * end // num_layers + recomputed + work.head_gradient
         here = sum(other.gathered for other in units[start:index] if not other.is_linear_tile) + unit.gathered
         if settings.zero.overlap_comm:
-            fetched = units[max(0, start - 1 - FETCHES_BEFORE_GATHER) : max(0, start - 1)]
+            # The shard of the unit that is being gathered stays until that is over.
+            fetched = units[max(0, start - 1 - FETCHES_BEFORE_GATHER) : start]
             here += (units[start - 1].gathered if start else 0) + sum(other.coming for other in fetched)
         # G is allocated with a weight's first gradient; when it is complete, activations of earlier units' blocks still exist.
         earlier_blocks = units[index - 1].last_block + 1 if index else 0

@@ -187,6 +187,11 @@ def test_a_gradient_on_its_way_to_the_host_is_planned_beside_that_of_a_block_who
     check(10, 2, flags, layers=4)
 
 
+def test_the_shard_of_a_unit_that_is_being_gathered_is_planned_beside_those_that_come_after_it():
+    flags = "--zero-stage 3 --batch-size 1 --offload-optimizer cpu --offload-param cpu --checkpoint-activations"
+    check(10, 2, flags, layers=4)
+
+
 @pytest.mark.parametrize("recompute", ["", "--checkpoint-activations"])
 def test_a_placement_by_plan_holds_what_was_planned_and_no_more_than_the_device_has(recompute):
     width = "--hidden-size 4096 --num-attention-heads 32 --num-layers 3"
