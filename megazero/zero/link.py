@@ -104,6 +104,9 @@ class Crossing:
 class Way:
     """One direction of the link. If it is dropped, the host first waits for crossings under way, which still use their memory.
 
+    One thread at a time starts and joins crossings: those before a joined one let go of their memory, as if the same computing
+    stream had used it. Any thread may wait for a crossing.
+
     Args:
         most: most crossings under way at a time; before one more, the host waits for the oldest.
     """
