@@ -469,6 +469,7 @@ WEIGHED = "--zero-stage 3 --bf16 --global-batch-size 8 --model-parallel-size 2 -
 
 def test_nothing_races_where_tokens_are_weighed_and_ranks_issue_the_same(monkeypatch):
     monkeypatch.setattr(training, "_raise_not_finite", lambda *_: None)  # every number is 1 here, that of bad ranks too
+    monkeypatch.setattr(training, "_why_stop", lambda *_: None)
     runs = [run(WEIGHED, 8, rank=rank, does=weighed_steps) for rank in (0, 3)]  # they differ in both groups
     assert not any(cuda.races for cuda in runs), [cuda.races for cuda in runs]
     assert order_of(runs[0]) == order_of(runs[1])
@@ -476,6 +477,7 @@ def test_nothing_races_where_tokens_are_weighed_and_ranks_issue_the_same(monkeyp
 
 def test_a_number_of_tokens_that_is_not_waited_for_is_found(monkeypatch):
     monkeypatch.setattr(training, "_raise_not_finite", lambda *_: None)
+    monkeypatch.setattr(training, "_why_stop", lambda *_: None)
     start = comm.start_all_reduce
 
     def forget(buffer: torch.Tensor, group: comm.ProcessGroup) -> comm.Work:

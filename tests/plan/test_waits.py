@@ -45,6 +45,7 @@ def token_batches() -> Iterator[dict[str, Tensor]]:
 @pytest.mark.parametrize("flags", CASES.values(), ids=CASES)
 def test_a_step_waits_for_the_gradient_norm_alone(flags, monkeypatch):
     monkeypatch.setattr(training, "_raise_not_finite", lambda *_: None)  # every number is 1 here, that of bad ranks too
+    monkeypatch.setattr(training, "_why_stop", lambda *_: None)
     config = load_config(f"{COMMON} {flags}".split(), world_size=8)
     with fake_job(config, 8, rank=1) as (job, held):
         batches = token_batches() if job.groups.model_parallel_rank == 0 else None
@@ -57,6 +58,7 @@ def test_a_step_waits_for_the_gradient_norm_alone(flags, monkeypatch):
 @pytest.mark.parametrize("case", ["tensor-parallel", "O on the host", "all on a drive"])
 def test_the_norm_of_each_gradient_is_waited_for_together_and_only_where_it_is_logged(case, monkeypatch):
     monkeypatch.setattr(training, "_raise_not_finite", lambda *_: None)
+    monkeypatch.setattr(training, "_why_stop", lambda *_: None)
     flags = f"{COMMON} {CASES[case]} --log-grad-norms --log-interval 2"
     with fake_job(load_config(flags.split(), world_size=8), 8, rank=1) as (job, held):
         batches = token_batches() if job.groups.model_parallel_rank == 0 else None
