@@ -123,6 +123,9 @@ def test_options_of_loading(one_rank, tmp_path, caplog):
     (tmp_path / "latest").unlink()
     assert fresh().load_checkpoint(str(tmp_path)) == (None, None)
     assert "has no file `latest`; name a checkpoint by tag" in caplog.text
+    (tmp_path / "latest_universal").write_text("universal")
+    assert fresh().load_checkpoint(str(tmp_path)) == (None, None)
+    assert "holds a universal checkpoint of DeepSpeed's. Make one of it that can be loaded" in caplog.text
     path, _ = fresh().load_checkpoint(str(tmp_path), fallback=True)
     assert path is not None and "Taking the newest checkpoint that is there" in caplog.text
 

@@ -121,6 +121,11 @@ class CheckpointingEngine(Engine):
         if name is None:
             is_there = os.path.isdir(load_dir)
             why = "has no file `latest`; name a checkpoint by tag" if is_there else "is no directory"
+            if os.path.isfile(os.path.join(load_dir, "latest_universal")):
+                why = (
+                    "holds a universal checkpoint of DeepSpeed's. Make one of it that can be loaded: `python -m "
+                    f"megazero.checkpoint import --from deepspeed {load_dir} OUT`"
+                )
             logger.warning("nothing is loaded: %s %s", load_dir, why, extra=ALIKE)
             return None, None
         path, client = super().load_checkpoint(

@@ -148,7 +148,9 @@ class CheckpointSection:
     tag_validation: str = key(
         "WARN", OBEYED, "when ranks save under different tags", choices=("WARN", "IGNORE", "FAIL")
     )
-    load_universal: bool = key(False, NO_EFFECT, "a checkpoint always loads under any number of ranks and stage")
+    load_universal: bool = key(
+        False, NO_EFFECT, "every checkpoint loads under any number of ranks and stage; import DeepSpeed's"
+    )
     use_node_local_storage: bool = key(False, REFUSED, "all nodes must see the directory of a checkpoint")
     parallel_write: dict[str, Any] | None = key(None, NO_EFFECT, "every rank always writes its own part")
 

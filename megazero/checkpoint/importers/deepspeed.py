@@ -2,8 +2,9 @@
 
 Checked against what DeepSpeed 0.19.8 and 0.14.4 wrote on 1 to 3 ranks, their zero_to_fp32 and optimizers in memory:
 stages 1 to 3 in fp32, bf16 and fp16 with a dynamic loss scale, stage 0; tied and frozen parameters, buffers, two groups, odd
-sizes; offload of the optimizer, bf16_ files, sub-groups, round-robin order, aligned parameters, "elastic" states. Not checked
-against files of their versions: one dict of shapes, no shared_params, no underscore before optim_states, and model parallelism.
+sizes; offload of the optimizer, bf16_ files, sub-groups, round-robin order, aligned parameters, "elastic" states; universal
+checkpoints made of these (0.19.8). Not checked against files of their versions: one dict of shapes, no shared_params, no
+underscore before optim_states, and model parallelism.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from megazero.checkpoint.importers.deepspeed_partitions import (
     is_vector,
     read_optimizer_files,
 )
+from megazero.checkpoint.importers.deepspeed_universal import read_universal
 from megazero.checkpoint.importers.foreign import (
     ForeignCheckpoint,
     ForeignTensor,
@@ -108,12 +110,15 @@ def _read_rank(files: DeepSpeedFiles, rank: int, model: dict[str, Any]) -> _Rank
     else:
         shapes = [shapes] if isinstance(shapes, Mapping) else shapes
         sizes = {name: tuple(shape) for group in shapes for name, shape in group.items()}
-        states = files.load_optimizers(rank)
-        optimizer = read_optimizer_files(states, shapes, str(files.folder))
-        is_stage_3 = "fp32_flat_groups" in states[0]
+        if files.universal is None:
+            states = files.load_optimizers(rank)
+            optimizer, world = read_optimizer_files(states, shapes, str(files.folder)), len(states)
+        else:
+            optimizer, world = read_universal(files.universal, sizes), int(model["dp_world_size"])
+        is_stage_3 = "fp32_flat_groups" in optimizer.state
     tensors = {name: ForeignTensor(size, "trained", optimizer.readers[name]) for name, size in sizes.items()}
     if is_stage_3:
-        tensors |= _frozen_shares(files.load_models(rank, len(states)))
+        tensors |= _frozen_shares(files.load_models(rank, world))
     for name, value in module.items():
         if name in buffers:
             tensors[name] = _constant(value, "buffer")

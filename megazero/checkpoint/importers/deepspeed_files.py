@@ -4,6 +4,7 @@ DIR/latest                                                 the tag
 DIR/TAG/mp_rank_MM_model_states.pt                         stages 0 to 2: parameters, buffers, counters, the user's own state
 DIR/TAG/zero_pp_rank_D_mp_rank_MM_model_states.pt          stage 3: the same, of each data-parallel rank D
 DIR/TAG/[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt   stages 1 to 3: see deepspeed_partitions
+DIR/latest_universal, DIR/TAG/zero/                        in place of these two: see deepspeed_universal
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ class DeepSpeedFiles:
     def model_parallel(self) -> int:
         """Over how many ranks every layer is cut."""
         return 1 + max(rank for rank, _ in (*self.model, *self.optimizer))
+
+    @property
+    def universal(self) -> Path | None:
+        """Where a universal checkpoint has its parameters; None of another."""
+        return self.folder / "zero" if (self.folder / "zero").is_dir() else None
 
     @property
     def _model_name(self) -> str:
@@ -119,16 +125,21 @@ def find_deepspeed_files(directory: str | Path, tag: str | None) -> DeepSpeedFil
         raise FileNotFoundError(
             f"{folder} has no *mp_rank_00_model_states.pt: no DeepSpeed checkpoint, or not complete."
         )
+    if files.universal and files.model_parallel > 1:
+        raise ValueError(
+            f"{folder} is a universal checkpoint of {files.model_parallel} model-parallel ranks, which cannot be imported: "
+            "import the one that ds_to_universal has made it of."
+        )
     return files
 
 
 def _folder(directory: Path, tag: str | None) -> Path:
     if tag is None:
-        pointer = directory / "latest"
-        if not pointer.is_file():
+        pointer = next(filter(Path.is_file, (directory / "latest", directory / "latest_universal")), None)
+        if pointer is None:
             raise FileNotFoundError(
-                f"{pointer} does not exist: DeepSpeed writes the name of its newest checkpoint there. Give the directory that "
-                "was passed to save_checkpoint, or name the tag (the folder in it)."
+                f"{directory / 'latest'} does not exist: DeepSpeed writes the name of its newest checkpoint there. Give the "
+                "directory that was passed to save_checkpoint, or name the tag (the folder in it)."
             )
         tag = read_whole(pointer).decode(errors="replace").strip()
         if os.path.isdir(directory / tag):

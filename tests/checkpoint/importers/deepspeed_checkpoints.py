@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint
+from megazero.checkpoint.importers.torch_files import load_torch_file
 
 States = dict[str, Tensor]  # "master", "exp_avg", "exp_avg_sq"
 
@@ -272,3 +273,34 @@ def _shares(saved: Saved, world: int, rank: int) -> dict[str, Any]:
         "optimizer_state_dict": _adam(moments, saved.steps),
         "fp32_flat_groups": [parts["master"] for parts in flat],
     }
+
+
+def make_universal(folder: Path, saved: Saved, stage: int, *, tag: str = "global_step3") -> None:
+    """What ds_to_universal makes of a checkpoint: its optimizer's files become one for each state of a parameter."""
+    files = sorted((folder / tag).glob("*_optim_states.pt"))
+    content = load_torch_file(files[0])["optimizer_state_dict"]
+    base = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+    cut = {} if stage == 3 else dict.fromkeys((base, "param_slice_mappings", "single_partition_of_fp32_groups"))
+    zero = folder / tag / "zero"
+    zero.mkdir()
+    common = {key: value for key, value in content.items() if key not in cut}
+    with fake_deepspeed() as names:
+        common |= {"loss_scaler": with_attributes(names.DynamicLossScaler, **vars(content["loss_scaler"]))}
+        torch.save(common | {"param_groups": content[base]["param_groups"]}, zero / "optimizer_state.pt")
+    for path in files:
+        path.unlink()
+    for name, states in saved.trained.items():
+        (zero / name).mkdir()
+        for state, value in states.items():
+            what = value.flatten() if stage == 3 else {"cat_dim": 0, "param": value}
+            torch.save(what, zero / name / ("fp32.pt" if state == "master" else f"{state}.pt"))
+        if stage < 3:
+            torch.save(torch.tensor(float(saved.steps)), zero / name / "step.pt")
+    if stage < 3:  # everything in the model file
+        constants = (
+            saved.frozen | saved.buffers | {alias: saved.trained[n]["master"] for alias, n in saved.shared.items()}
+        )
+        for name, value in constants.items():
+            (zero / name).mkdir()
+            torch.save({"param": value.float()}, zero / name / "fp32.pt")
+    (folder / "latest").rename(folder / "latest_universal")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,12 +14,19 @@ from torch import nn
 from torch.testing import assert_close
 
 from megazero.checkpoint.importers.deepspeed import read_deepspeed
-from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor
+from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor, write_foreign
 from megazero.checkpoint.importers.megatron_cuts import merge_model_parallel
 from megazero.checkpoint.importers.torch_files import Record, load_torch_file
 from megazero.optim.loss_scaler import LossScaler
 from tests.checkpoint.importers import deepspeed_checkpoints
-from tests.checkpoint.importers.deepspeed_checkpoints import Saved, small_model, states_of, values, write_checkpoint
+from tests.checkpoint.importers.deepspeed_checkpoints import (
+    Saved,
+    make_universal,
+    small_model,
+    states_of,
+    values,
+    write_checkpoint,
+)
 
 CUTS = [(stage, world) for stage in (1, 2, 3) for world in (1, 2, 3, 4)]
 
@@ -54,6 +62,47 @@ def test_other_forms_of_stages_1_and_2(tmp_path, world, options):
     checkpoint = read_deepspeed(tmp_path)
     assert_holds(checkpoint, saved)
     assert (checkpoint.optimizer_groups is None) == options.get("elastic", False)
+
+
+@pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 3), (3, 1), (3, 2)])
+def test_a_universal_checkpoint_is_read_as_the_one_that_it_was_made_of(tmp_path, stage, world):
+    saved = small_model()
+    write_checkpoint(tmp_path, saved, stage, world)
+    original = read_deepspeed(tmp_path)
+    make_universal(tmp_path, saved, stage)
+    checkpoint = read_deepspeed(tmp_path)
+    assert_holds(checkpoint, saved)
+    assert replace(checkpoint, tensors={}, client_state={}) == replace(original, tensors={}, client_state={})
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_of_a_universal_checkpoint_parameters_without_moments_have_their_weights(tmp_path, stage):
+    saved = small_model()
+    write_checkpoint(tmp_path, saved, stage, 2)
+    make_universal(tmp_path, saved, stage)
+    for path in (tmp_path / "global_step3" / "zero" / "gain").glob("*.pt"):
+        if path.name != "fp32.pt":  # it has never had a gradient
+            path.unlink()
+    checkpoint = read_deepspeed(tmp_path)
+    assert list(checkpoint.tensors["gain"].states) == ["master"]
+    assert checkpoint.optimizer_counters == {"step": saved.steps}
+    write_foreign(checkpoint, tmp_path / "out")
+
+
+def test_a_universal_checkpoint_that_does_not_fit_together_is_refused(tmp_path):
+    saved = small_model()
+    write_checkpoint(tmp_path, saved, 2, 2)
+    make_universal(tmp_path, saved, 2)
+    weights = tmp_path / "global_step3" / "zero" / "embed.weight" / "fp32.pt"
+    torch.save({"param": torch.rand(10, 5), "vocab_tensor": True}, weights)
+    with pytest.raises(ValueError, match=r"embed.weight/fp32.pt has 50 elements where the model file says \[11, 5\]"):
+        values(read_deepspeed(tmp_path))
+    weights.unlink()
+    with pytest.raises(FileNotFoundError, match=r"embed.weight/fp32.pt"):
+        values(read_deepspeed(tmp_path))
+    write_checkpoint(tmp_path, saved, 2, 2, mp_rank=1, mp_world=2)
+    with pytest.raises(ValueError, match="a universal checkpoint of 2 model-parallel ranks, which cannot be imported"):
+        read_deepspeed(tmp_path)
 
 
 def test_user_state_is_plain_data(tmp_path):

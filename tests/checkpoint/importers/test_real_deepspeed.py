@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,7 @@ from torch.testing import assert_close
 from megazero.checkpoint.importers.deepspeed import read_deepspeed
 from megazero.checkpoint.importers.foreign import ForeignCheckpoint
 from megazero.checkpoint.importers.torch_files import Record, load_torch_file
-from tests.checkpoint.importers.deepspeed_checkpoints import small_model, values, write_checkpoint
+from tests.checkpoint.importers.deepspeed_checkpoints import make_universal, small_model, values, write_checkpoint
 from tests.ranks import run_ranks
 
 
@@ -146,6 +149,7 @@ def test_real_checkpoints(tmp_path, stage, dtype, zero, world):
         assert checkpoint.loss_scaler is None
     if not zero and dtype == "fp16":
         compare_structure(tmp_path, stage, world)
+        compare_universal(tmp_path, stage)
 
 
 @pytest.mark.slow
@@ -189,3 +193,26 @@ def compare_structure(folder: Path, stage: int, world: int) -> None:
         )
         assert here.items() <= there.items(), dict(here.items() - there.items())
         assert all("/param_groups/0/" in name for name in there.keys() - here.keys()), there.keys() - here.keys()
+
+
+def compare_universal(folder: Path, stage: int) -> None:
+    """What ds_to_universal makes of the checkpoint is read as the checkpoint; our made-up files have its keys and types."""
+    made = folder / "made"
+    make_universal(made, small_model(), stage)
+    options = [
+        "--inject_missing_state",
+        "--input_folder",
+        folder / "global_step3",
+        "--output_folder",
+        folder / "universal",
+    ]
+    subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *options], check=True)
+    original, found = read_deepspeed(folder), read_deepspeed(folder, "universal")
+    assert_close(values(found), values(original), rtol=0, atol=0)
+    assert replace(found, tensors={}, client_state={}) == replace(original, tensors={}, client_state={})
+    for path in (made / "global_step3" / "zero").glob("**/*.pt"):
+        there, here = (
+            entries(load_torch_file(at / path.relative_to(made / "global_step3")))
+            for at in (folder / "universal", made / "global_step3")
+        )
+        assert here.items() <= there.items(), (path, dict(here.items() - there.items()))
