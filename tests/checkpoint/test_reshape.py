@@ -236,6 +236,12 @@ def test_a_name_that_is_no_text_is_refused(names, aliases, tmp_path):
         write_foreign(ForeignCheckpoint(dict.fromkeys(names, tensor), aliases=aliases), tmp_path)
 
 
+def test_what_has_no_tensors_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no tensor of a model, so nothing was written"):
+        write_foreign(ForeignCheckpoint({}, global_steps=3), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_to_huggingface_and_back(tmp_path, capsys):
     config = GPT2Config(num_layers=2, hidden_size=12, num_attention_heads=3, max_position_embeddings=9, vocab_size=17)
     torch.manual_seed(0)

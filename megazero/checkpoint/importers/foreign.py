@@ -95,10 +95,12 @@ def write_foreign(foreign: ForeignCheckpoint, directory: str | Path) -> Path:
     """The directory of a checkpoint with what another framework has saved, from which any number of ranks can continue.
 
     Raises:
-        ValueError: `foreign` is inconsistent: a tensor is not as it was announced, or has no values at all; or its dtype cannot
-            be saved.
+        ValueError: `foreign` has no tensors, or is inconsistent: a tensor is not as it was announced, or has no values at all; or
+            its dtype cannot be saved.
         OSError: as `write_checkpoint`.
     """
+    if not foreign.tensors:
+        raise ValueError("What was read holds no tensor of a model, so nothing was written. Name what has the weights.")
     for name in (*foreign.tensors, *foreign.aliases):
         if not isinstance(name, str):
             raise ValueError(
