@@ -10,6 +10,7 @@ from typing import Any
 from megazero.logging import ALIKE, get_logger
 from megazero.model import rotary
 from megazero.model.config import GPT2Config
+from megazero.model.mlp import warn_of_exact_gelu
 
 logger = get_logger(__name__)
 
@@ -47,12 +48,14 @@ def _gpt2_to_theirs(config: GPT2Config) -> dict[str, object]:
 def _gpt2_to_ours(config: Mapping[str, Any], given: dict[str, Any]) -> GPT2Config:
     check_supported(
         config,
-        activation_function=("gelu_new", "gelu_pytorch_tanh"),
+        activation_function=("gelu_new", "gelu_pytorch_tanh", "gelu"),
         tie_word_embeddings=(True,),
         scale_attn_weights=(True,),
         scale_attn_by_inverse_layer_idx=(False,),
         add_cross_attention=(False,),
     )
+    if config.get("activation_function") == "gelu":
+        warn_of_exact_gelu('the Hugging Face model, with activation_function="gelu",')
     embeddings = config.get("embd_pdrop", 0.1)
     if embeddings != given["hidden_dropout"]:  # of no account unless the model is trained on
         logger.warning(

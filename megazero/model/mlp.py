@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero import mpu
+from megazero.logging import ALIKE, get_logger
 from megazero.model.config import GPT2Config
 from megazero.model.init import normal_init, residual_init
 from megazero.zero import TiledLinear
+
+logger = get_logger(__name__)
 
 
 class ParallelMLP(nn.Module):
@@ -53,3 +56,12 @@ class ParallelMLP(nn.Module):
             gate, up = self.dense_h_to_4h(x).chunk(2, dim=-1)
             return self.dense_4h_to_h(F.silu(gate) * up)
         return self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(x), approximate="tanh"))  # of [s, b, 4h/t]
+
+
+def warn_of_exact_gelu(what: str) -> None:
+    """Says of a trained model, whose GELU is not the tanh approximation, that it becomes another one here."""
+    logger.warning(
+        "%s was trained with the exact GELU, this model computes its tanh approximation: activations differ by up to 5e-4",
+        what,
+        extra=ALIKE,
+    )

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.testing import assert_close
 
 from megazero import mpu
@@ -215,6 +216,17 @@ def test_a_dropout_of_embeddings_alone_is_told(caplog):
     assert not caplog.messages
     assert config_from_huggingface({"embd_pdrop": 0.0}).hidden_dropout == 0.1
     assert "embd_pdrop=0.0 and resid_pdrop=0.1: --hidden-dropout, 0.1, is" in caplog.text
+
+
+def test_another_gelu_is_told(caplog):
+    for activation in ({}, {"activation_function": "gelu_new"}, {"activation_function": "gelu_pytorch_tanh"}):
+        config_from_huggingface(activation)
+    assert not caplog.messages
+    assert config_from_huggingface({"activation_function": "gelu"}) == config_from_huggingface({})
+    assert 'activation_function="gelu", was trained with the exact GELU' in caplog.text
+    x = torch.linspace(-5, 5, 10001, dtype=torch.float64)
+    difference = (F.gelu(x) - F.gelu(x, approximate="tanh")).abs().max()
+    assert 4e-4 < difference < 5e-4
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from megazero.model.config import GPT2Config
+from megazero.model.mlp import warn_of_exact_gelu
 from megazero.option import flag_of
-
-logger = logging.getLogger(__name__)
 
 WORD_EMBEDDINGS = "word_embeddings.weight"
 _POSITIONS = "position_embeddings.weight"
@@ -98,8 +96,4 @@ def _check_arguments(args: Mapping[str, Any], folder: Path) -> None:
         raise ValueError(f"{folder} was trained with {flag_of(refused[0])}, which this model does not compute.")
     is_core = not args.get("use_legacy_models", not args.get("use_mcore_models"))  # which does not read --openai-gelu
     if args and not args.get("bias_gelu_fusion") and (is_core or not args.get("openai_gelu")):
-        logger.warning(
-            "%s was trained with the exact GELU (without --bias-gelu-fusion), this model computes its tanh approximation: "
-            "outputs differ",
-            folder,
-        )
+        warn_of_exact_gelu(f"{folder}, without --bias-gelu-fusion,")

@@ -5,10 +5,13 @@ import json
 import os
 import re
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
@@ -23,10 +26,12 @@ from megazero.model.config import GPT2Config
 from megazero.model.gpt2 import GPT2Model
 from megazero.model.huggingface import config_to_huggingface, to_huggingface
 from megazero.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
-from tests.model.plain_gpt2 import random_state, random_tokens, randomize
+from tests.model.nanogpt import NanoGPT
+from tests.model.plain_gpt2 import PlainGPT2, random_state, random_tokens, randomize
 from tests.model.test_gpt2 import LLAMA
 from tests.vocabularies import make_gpt2_vocabulary, make_sentencepiece, make_texts
 
+ROOT = Path(__file__).parents[3]
 CONFIG = GPT2Config(
     num_layers=2,
     hidden_size=24,
@@ -156,6 +161,24 @@ def test_a_model_of_theirs_in_a_checkpoint_of_their_names_is_imported_by_way_of_
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "ours", file)
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(config_to_huggingface(TIED)))
     assert_same(read_all(tmp_path / "theirs"), full)
+
+
+@pytest.mark.parametrize(("prefix", "bias"), [("_orig_mod.", False), ("", True)])
+def test_the_pages_lines_make_a_model_of_nanogpts_one_that_is_imported(tmp_path, monkeypatch, prefix, bias):
+    args = {"n_layer": 2, "n_head": 4, "n_embd": 24, "block_size": 11, "bias": bias, "vocab_size": 131}
+    theirs = NanoGPT(**args)
+    randomize(theirs)
+    state = {prefix + name: value for name, value in theirs.state_dict().items()}
+    state[f"{prefix}transformer.h.0.attn.bias"] = torch.ones(1, 1, 11, 11)  # its mask, without flash attention
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": state, "model_args": {**args, "dropout": 0.0}, "iter_num": 3}, "ckpt.pt")
+    page = (ROOT / "docs" / "checkpoints.md").read_text().split("## From nanoGPT")[1]
+    exec(compile(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], "docs/checkpoints.md", "exec"), {})
+    model = PlainGPT2(GPT2Config(**read_huggingface("nanogpt").client_state["model"]))
+    model.load_state_dict(read_all("nanogpt"))
+    tokens = random_tokens(3, 11, 131)
+    monkeypatch.setattr(F, "gelu", partial(F.gelu, approximate="tanh"))
+    assert_close(model(tokens), theirs(tokens), atol=1e-5, rtol=1e-5)
 
 
 def test_tokenizer_files_come_under_the_names_that_transformers_looks_for(full, tmp_path):

@@ -529,7 +529,7 @@ def test_arguments_are_believed_and_checked(saved, tmp_path, caplog):
         content["args"] = args_of_v1(bias_gelu_fusion=False)
     save(tmp_path, contents)
     read_megatron(tmp_path, vocab_size=131)
-    assert "was trained with the exact GELU" in caplog.text
+    assert "without --bias-gelu-fusion, was trained with the exact GELU" in caplog.text
     with pytest.raises(ValueError, match="--num-attention-heads 2, but .* was trained with 4"):
         read_megatron(tmp_path, vocab_size=131, num_attention_heads=2)
     contents[0]["args"].apply_residual_connection_post_layernorm = True
