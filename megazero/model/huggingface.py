@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,7 @@ class Match(NamedTuple):
 def to_huggingface(full_state_dict: Mapping[str, Tensor], config: GPT2Config) -> dict[str, Tensor]:
     """The state dict of `transformers.GPT2LMHeadModel` or `LlamaForCausalLM` with the same function as our full one.
 
+    GPT-2's has biases, which are zeros if ours has none.
     `lm_head.weight` of a tied head is the same tensor object as the embedding.
 
     Args:
@@ -70,8 +72,10 @@ def to_huggingface(full_state_dict: Mapping[str, Tensor], config: GPT2Config) ->
     out: dict[str, Tensor] = {}
     for match in matches:
         out.update(zip(match.theirs, match.split(full_state_dict[match.ours]), strict=True))
+    embedding = out[matches[0].theirs[0]]
+    out.update({name: embedding.new_zeros(shape) for name, shape in missing_biases(config).items()})
     if not config.untie_embeddings_and_output_weights:
-        out[_HEAD] = out[matches[0].theirs[0]]
+        out[_HEAD] = embedding
     return out
 
 
@@ -140,6 +144,15 @@ def matching_names(config: GPT2Config) -> list[Match]:
         theirs = tuple(f"{where}{name}.{kind}" for name in layout.modules[module])
         matches.append(Match(ours, theirs, layout.has_conv and block is not None and len(shape) == 2))
     return matches
+
+
+def missing_biases(config: GPT2Config) -> dict[str, tuple[int, ...]]:
+    """The biases that theirs has and ours has not (--disable-bias-linear), and their shapes: as zeros they change nothing."""
+    if not (config.disable_bias_linear and layout_of(config).has_biases):
+        return {}
+    biased, ours = replace(config, disable_bias_linear=False), config.full_shapes()
+    others = [match for match in matching_names(biased) if match.ours not in ours]
+    return {name: biased.full_shapes()[match.ours] for match in others for name in match.theirs}
 
 
 def config_to_huggingface(config: GPT2Config) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megazero.logging import ALIKE, get_logger
@@ -35,6 +35,7 @@ class Layout:
     block: str
     modules: Mapping[str, tuple[str, ...]]
     has_conv: bool  # linear layers inside of blocks are Conv1D
+    has_biases: bool  # linear layers inside of blocks have them
     buffers: re.Pattern[str]
     rows: tuple[tuple[str, str, object], ...]
     to_theirs: Callable[[GPT2Config], dict[str, object]]
@@ -85,6 +86,7 @@ _GPT2 = Layout(
         "transformer.final_layernorm": ("transformer.ln_f",),
     },
     has_conv=True,
+    has_biases=True,
     buffers=re.compile(r"h\.\d+\.attn\.(masked_)?bias"),  # causal masks
     rows=(
         ("vocab_size", "vocab_size", 50257),
@@ -199,6 +201,7 @@ _LLAMA = Layout(
         "output_layer": ("lm_head",),
     },
     has_conv=False,
+    has_biases=False,
     buffers=re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"),
     rows=(
         ("vocab_size", "vocab_size", 32000),
@@ -223,7 +226,7 @@ def layout_of(config: GPT2Config) -> Layout:
     Raises:
         ValueError: it is neither a GPT-2 nor a Llama.
     """
-    if not config.architecture:
+    if not replace(config, disable_bias_linear=False).architecture:  # theirs has zeros then
         return _GPT2
     if all(getattr(config, name) == value for name, value in _LLAMA_FLAGS.items()):
         return _LLAMA

@@ -109,6 +109,15 @@ def test_round_trip_is_bitwise_and_keeps_the_tie(config):
     assert list(back) == list(full) and all(torch.equal(back[name], full[name]) for name in full)
 
 
+def test_a_gpt2_without_biases_gets_zeros_and_comes_back_with_them():
+    config = replace(CONFIG, disable_bias_linear=True)
+    full = random_state(config)
+    assert config_from_huggingface(config_to_huggingface(config)) == replace(CONFIG, make_vocab_size_divisible_by=128)
+    back = from_huggingface(to_huggingface(full, config), CONFIG)
+    assert back.keys() > full.keys() and all(torch.equal(back[name], full[name]) for name in full)
+    assert all(name.endswith(".bias") and not back[name].any() for name in back.keys() - full.keys())
+
+
 @pytest.mark.parametrize(
     ("name", "buffers"),
     [

@@ -28,7 +28,7 @@ from megazero.data.tokenizer import Tokenizer
 from megazero.data.tokenizer_export import huggingface_files
 from megazero.files import aside_name, read_whole, sync_folder, write_json, write_whole
 from megazero.model.config import GPT2Config
-from megazero.model.huggingface import Match, config_to_huggingface, matching_names
+from megazero.model.huggingface import Match, config_to_huggingface, matching_names, missing_biases
 
 logger = logging.getLogger(__name__)
 
@@ -198,6 +198,8 @@ def _write_weights(folder: Path, tensors: Callable[[str], Tensor], config: GPT2C
         for match in matching_names(config)
         for part, name in enumerate(match.theirs)
     }
+    for name, shape in missing_biases(config).items():
+        to_write[name] = LazyTensor(dtype, shape, partial(torch.zeros, shape, dtype=dtype, device="cpu"))
     files = sharded("model", ".safetensors", to_write, _MAX_SHARD_BYTES)
     for file, shard in files.items():
         write_tensors(folder / file, shard)

@@ -42,6 +42,7 @@ CONFIG = GPT2Config(
     attention_dropout=0.0,
     hidden_dropout=0.0,
 )
+UNBIASED = replace(CONFIG, disable_bias_linear=True)
 GROUPED = replace(CONFIG, **LLAMA)
 TIED = replace(GROUPED, group_query_attention=False, num_query_groups=None, untie_embeddings_and_output_weights=False)
 
@@ -69,7 +70,7 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.parametrize(
-    ("config", "max_shard_bytes"), [(CONFIG, 10**9), *((c, 9_000) for c in (CONFIG, GROUPED, TIED))]
+    ("config", "max_shard_bytes"), [(CONFIG, 10**9), *((c, 9_000) for c in (CONFIG, UNBIASED, GROUPED, TIED))]
 )
 def test_transformers_opens_it_and_computes_the_same_logits(tmp_path, monkeypatch, config, max_shard_bytes):
     transformers = pytest.importorskip("transformers")
