@@ -270,6 +270,8 @@ def test_a_loss_that_is_nan_is_told_from_gradients_that_overflow(one_rank, caplo
     for factor, is_told in ((float("nan"), True), (1.0, False)):
         caplog.clear()
         engine.backward(engine(torch.ones(2, 4).half()).float().sum() * factor)
+        with pytest.raises(TypeError, match="takes lr_kwargs"):
+            engine.step(lambda: None)  # a step that is refused may come again
         engine.step()
         assert not engine.was_step_applied()
         assert ("rank 0: the loss itself was not finite (nan)" in caplog.text) == is_told

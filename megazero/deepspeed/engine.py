@@ -103,12 +103,12 @@ class DeepSpeedEngine(CheckpointingEngine):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """See `Engine.step`. Logs progress every `steps_per_print` updates."""
-        at_boundary = self.is_gradient_accumulation_boundary()
+        at_boundary, before = self.is_gradient_accumulation_boundary(), self.micro_steps
         try:
             with self._timed("step"):
                 super().step(lr_kwargs)
-        finally:  # even if the loss scale can fall no further
-            if at_boundary:
+        finally:  # even if the loss scale can fall no further, but not of a step that was refused and may come again
+            if at_boundary and self.micro_steps > before:
                 self._report_loss()
         if at_boundary:
             self.global_samples += self.train_batch_size()
