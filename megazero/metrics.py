@@ -135,7 +135,8 @@ class MetricsWriter:
         A log that cannot be written, because the disk is full for example, ends there with a warning. The run, which is worth
         more, continues.
         """
-        line = {"iteration": iteration, "section": section, "timestamp": round(time.time(), 3), **scalars}
+        fixed = {"iteration": iteration, "section": section, "timestamp": round(time.time(), 3)}
+        line = {**fixed, **scalars, **fixed}  # whatever a script calls its own numbers
         for name, record in [*self._logs.items()]:
             try:
                 record(line, scalars)

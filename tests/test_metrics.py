@@ -165,6 +165,14 @@ def test_a_disk_that_is_full_is_named():
         append_json("/dev/full", {"loss": 8.0})
 
 
+def test_a_scripts_number_of_a_name_that_every_line_has_takes_nothing_from_it(tmp_path):
+    own = {"iteration": 7.0, "section": 8.0, "timestamp": 9.0, "loss": 2.0}
+    MetricsWriter(str(tmp_path), None, 0).write(1, own, "train")
+    (line,) = MetricsWriter(str(tmp_path), None, 1).lines
+    assert line == {"iteration": 1, "section": "train", "loss": 2.0}
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["timestamp"] > 9.0
+
+
 def test_every_line_has_the_time_of_its_events(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
