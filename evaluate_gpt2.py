@@ -242,7 +242,7 @@ def read_stream(task: EvaluationConfig, data: Data, trained: Trained) -> Stream:
         pieces = (np.append(encode(text), trained.tokenizer.eod) for text in texts)
         tokens = np.concatenate([np.empty(0, np.int64), *pieces])
     else:
-        text = read_text(data.path, "--valid-data")
+        text = read_text(data.path, "--valid-data", newline="")  # with the line ends that it has
         words = word_count(text, is_wikitext)
         tokens = encode(wikitext_detokenize(text) if is_wikitext else text)
     if len(tokens) < 2 or not words:

@@ -16,15 +16,15 @@ from megazero.logging import counted
 _Read = TypeVar("_Read")
 
 
-def read_text(path: str | Path, flag: str) -> str:
-    """The text of the file that `flag` names.
+def read_text(path: str | Path, flag: str, newline: str | None = None) -> str:
+    """The text of the file that `flag` names; `newline` as in `open`.
 
     Raises:
         ValueError: it is not UTF-8.
     """
     try:
-        with file_named(Path(path)):
-            return Path(path).read_text(encoding="utf-8")
+        with file_named(Path(path)), open(path, encoding="utf-8", newline=newline) as file:
+            return file.read()
     except UnicodeDecodeError as error:
         raise ValueError(f"{flag} {path} is not UTF-8 text, at byte {error.start}: unpack or convert it.") from error
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluate_gpt2 import EvaluationConfig
+from evaluate_gpt2 import EvaluationConfig, read_stream
 from generate_samples import SampleConfig, continuation, has_stop
 from megazero import evaluation, inference, mpu
 from megazero.arguments import load_components
@@ -408,6 +408,14 @@ def test_a_checkpoint_that_says_nothing_of_its_vocabulary_takes_that_of_the_flag
     assert inference._tokenizer(config, client, tmp_path).contents == {"tokenizer.model": path.read_bytes()}
     with pytest.raises(ValueError, match=f"{tmp_path} was not saved by the training job, so it does not say where its"):
         inference._tokenizer(InferenceConfig(load="DIR"), client, tmp_path)
+
+
+def test_a_text_is_evaluated_with_the_line_ends_that_it_has(tmp_path):
+    (tmp_path / "text").write_bytes(b"one\r\ntwo\rthree\n")
+    read, tokenizer = [], SimpleNamespace(encode_array=lambda text: read.append(text) or list(text))
+    task = EvaluationConfig(valid_data=[str(tmp_path / "text")])
+    read_stream(task, task.sets[0], SimpleNamespace(tokenizer=tokenizer))
+    assert read == ["one\r\ntwo\rthree\n"]
 
 
 def test_a_line_of_the_prompts_ends_where_the_files_line_ends(tmp_path):
