@@ -6,10 +6,12 @@ import argparse
 import difflib
 import math
 import os
+import sys
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, field, fields, is_dataclass
+from itertools import takewhile
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -128,6 +130,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises a ValueError."""
         raise ValueError(f"{message} (see {self.prog} --help)")
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """As in argparse, which takes the `--` of `--flag=--` for no value at all in Python 3.11."""
+        args = sys.argv[1:] if args is None else list(args)
+        for argument in takewhile("--".__ne__, args):
+            flag, _, value = argument.partition("=")
+            if value == "--" and flag in self.takes_value:
+                self.error(f"argument {flag}: -- is no value")
+        return super().parse_known_args(args, namespace)
 
     def print_help(self, file: Any = None) -> None:
         """Prints the help on the first rank alone: all ranks of a launch have the same command line."""

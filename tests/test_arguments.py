@@ -355,6 +355,8 @@ def test_flags_that_are_always_so_are_accepted():
     [
         ("--seq-length 64 --max-position-embeddings 32", "--seq-length 64 is longer than --max-position-embeddings 32"),
         ("--num-layers x", "invalid int value: 'x'"),
+        ("--train-iters=--", "argument --train-iters: -- is no value"),
+        ("--train-data=-- --save --", "argument --train-data: -- is no value"),
         ("--lr-decay-style exponential", "invalid choice"),
         ("--batch-size 0", "--batch-size must be at least 1, got 0"),
         ("--micro-batch-size 1000000000000", "--batch-size must be at most 1,000,000,000, got 1000000000000"),

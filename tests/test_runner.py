@@ -360,6 +360,7 @@ def test_every_option_of_deepspeeds_launcher_is_known_or_refused_by_name():
         ([], "no script is given"),
         (["--num_gpus"], "--num_gpus needs a value"),
         (["--master_port", "--", "x.py"], "--master_port needs a value"),
+        (["--launcher_args=--", "x.py"], "argument --launcher_args: -- is no value"),
         (["--num_gpus", "two", "x.py"], "invalid int value: 'two'"),
         (["--num_gpu", "2", "x.py"], "unknown option --num_gpu. Did you mean --num_gpus?"),
         (["--num-gpus=2", "x.py"], "Did you mean --num_gpus?"),
