@@ -131,7 +131,9 @@ class Parser(argparse.ArgumentParser):
         """Raises a ValueError."""
         raise ValueError(f"{message} (see {self.prog} --help)")
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
         """As in argparse, which takes the `--` of `--flag=--` for no value at all in Python 3.11."""
         args = sys.argv[1:] if args is None else list(args)
         for argument in takewhile("--".__ne__, args):
