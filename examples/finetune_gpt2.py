@@ -34,7 +34,9 @@ class Answers:
     def __init__(self, files: Sequence[str], tokenizer: Tokenizer, seq_length: int) -> None:
         self.tokenizer, self.seq_length = tokenizer, seq_length
         self.rows = [row for file in files for row in load_rows(file, "prompt", "response")]
-        cut = sum(len(tokenizer.encode(row["prompt"])) > seq_length for row in self.rows)
+        prompts = (row["prompt"] for row in self.rows)
+        long = (prompt for prompt in prompts if len(prompt.encode()) >= seq_length)  # a token has a byte or more
+        cut = sum(len(tokenizer.encode(prompt)) > seq_length for prompt in long)
         if cut:
             found = f"in {cut} of {len(self.rows)} rows of {', '.join(files)}, the prompt alone fills --seq-length {seq_length}"
             if cut == len(self.rows):
