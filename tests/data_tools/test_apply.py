@@ -119,6 +119,13 @@ def test_a_fault_of_the_function_names_file_line_document_and_its_own_lines(work
     assert not Path("out.jsonl").exists()
 
 
+def test_the_file_of_the_function_is_not_overwritten():
+    Path("mine.jsonl").write_text(OWN)
+    with pytest.raises(ValueError, match=r"--output mine.jsonl is an input too"):
+        run_step("apply", "--input", "in.jsonl", "--output", "mine.jsonl", "--function", "mine.jsonl:own")
+    assert Path("mine.jsonl").read_text() == OWN
+
+
 @pytest.mark.parametrize(
     "name, message",
     [
