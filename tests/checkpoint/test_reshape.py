@@ -320,6 +320,13 @@ def test_the_tokenizer_is_exported_too(tmp_path, caplog):
         assert f"without a tokenizer, which --tokenizer-files can give: {why}" in caplog.text
         assert not {"tokenizer_config.json", "vocab.json"} & {file.name for file in (tmp_path / f"of_{name}").iterdir()}
 
+    of_vocabulary = ["--tokenizer-files", str(folder / "vocab.json"), str(folder / "merges.txt")]
+    for name, more, is_told in (("endless", [], True), ("ended", [str(generation)], False)):
+        caplog.clear()
+        command = ["export", "--to", "huggingface", str(tmp_path / "script"), str(tmp_path / name)]
+        assert main([*command, *of_vocabulary, *more]) == 0
+        assert ("does not know which token ends a text" in caplog.text) == is_told
+
     (folder / "merges.txt").unlink()
     assert main(["export", "--to", "huggingface", str(tmp_path / "ours"), str(tmp_path / "bare")]) == 0
     assert "exported without a tokenizer, which --tokenizer-files can give" in caplog.text
