@@ -14,6 +14,7 @@ import torch
 import megazero
 import pretrain_gpt2
 from examples.finetune_gpt2 import Answers
+from megazero import mpu
 from megazero.checkpoint.__main__ import main as checkpoint_command
 from megazero.checkpoint.commands.export import export_huggingface
 from megazero.checkpoint.commands.samples import show_samples
@@ -153,6 +154,21 @@ def test_a_gpt2_with_adapters_is_neither_evaluated_nor_exported_without_them(cor
     ):
         with pytest.raises(ValueError, match=r"GPT2Model: it has adapter.weight, adapter.bias\. Merge adapters"):
             use()
+
+
+def test_saved_buffers_of_a_changed_model_are_read_as_its_parameters(one_rank, tmp_path):
+    config = GPT2Config(num_layers=1, hidden_size=4, num_attention_heads=1, max_position_embeddings=3, vocab_size=8)
+
+    def changed(model: GPT2Model) -> GPT2Model:
+        model.register_buffer("scale", torch.zeros(3))
+        model.register_buffer("table", torch.zeros(2), persistent=False)
+        return model
+
+    (model := changed(GPT2Model(config))).scale += torch.arange(3)
+    settings = {"train_batch_size": 1, "optimizer": {"type": "Adam"}}
+    megazero.initialize(model=model, config=settings)[0].save_checkpoint(tmp_path)
+    trained = SimpleNamespace(reader=Reader(tmp_path), model=config, changed=changed)
+    assert torch.equal(read_model(trained, mpu.get_groups(), torch.float32).scale, model.scale)
 
 
 @pytest.mark.parametrize("adds_parameters", [False, True])
