@@ -330,6 +330,17 @@ def test_a_signal_that_the_job_was_started_to_ignore_stays_ignored():
             signal.signal(number, handler)
 
 
+def test_what_c_code_has_handled_gets_its_default_action_back(monkeypatch):
+    given: dict[int, object] = {}
+    monkeypatch.setattr(signal, "signal", given.__setitem__)  # None is what Python has of such a handler
+    stop = StopSignal()
+    stop.take_signals()
+    taken = dict.fromkeys(given, stop)
+    assert given and given == taken
+    stop.give_signals_back()
+    assert given == dict.fromkeys(taken, signal.SIG_DFL)
+
+
 def pretrained(arguments: list[str], base: Path | None = None, **more: object) -> Job:
     """The job, trained in this process; from the weights in `base`, which are named in the configuration alone."""
     config = load_config(arguments)
