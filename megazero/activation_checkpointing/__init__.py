@@ -114,7 +114,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         RuntimeError: more calls than `num_checkpoints` are kept; or the function changes an argument in place that is kept as it
             is; or grad mode is off and an argument has a graph, whose gradient would be lost. In the backward: the function
             returns tensors of other shapes than before; or it is not run by `backward()` but by `torch.autograd.grad`, which
-            cannot be given the parameters' gradients; or an argument was changed in place since.
+            cannot be given the parameters' gradients; or with create_graph; or an argument was changed in place since.
     """
     return default.checkpoint(function, *args, **kwargs)
 

@@ -198,6 +198,12 @@ class _Checkpoint(torch.autograd.Function):
                 "the gradients of its parameters would be lost. Use backward(), non_reentrant_checkpoint, or turn off "
                 "--checkpoint-activations."
             )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "checkpoint: backward(create_graph=True) cannot go through a checkpointed function, because the gradients that it "
+                "makes have no graph, and a penalty on them would lose its own. Use non_reentrant_checkpoint, or turn off "
+                "--checkpoint-activations."
+            )
         call: Call = ctx.call
         with ctx.checkpointer.measured("checkpoint backward"):
             tensors = call.tensors_again(ctx.saved_tensors)

@@ -273,6 +273,8 @@ def test_what_would_lose_a_gradient_is_refused(one_rank):
     assert checkpoint(lambda a, b: a + b.x, x, Box(x.detach())).tolist() == [2.0, 2.0]
     with pytest.raises(RuntimeError, match="torch.autograd.grad.* non_reentrant_checkpoint"):
         torch.autograd.grad(checkpoint(torch.sin, x).sum(), x)
+    with pytest.raises(RuntimeError, match="create_graph.* non_reentrant_checkpoint"):
+        (checkpoint(torch.sin, x).sum() + x.square().sum()).backward(create_graph=True)
     number = iter([1, 2])
     with pytest.raises(RuntimeError, match="returned 1 tensors in the forward, and 2 when it ran again"):
         checkpoint(lambda a: [a * 2] * next(number), x)[0].sum().backward()
