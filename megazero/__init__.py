@@ -6,6 +6,7 @@ that a launcher or a data tool does not import torch needlessly.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # for type checkers and editors, which cannot follow __getatt
     from megazero.json_config import DeepSpeedConfigError, JsonConfig
     from megazero.zero import ZeroConfig
 
+if sys.platform == "win32":
+    raise ImportError("megazero runs on Linux and macOS. On Windows, use WSL 2.")
 try:
     __version__ = version("megazero")
 except PackageNotFoundError:  # run from a checkout that is not installed

@@ -165,6 +165,18 @@ def test_scripts_end_with_one_line_on_a_json_that_cannot_be_read(corpus):
     assert output == "error: The configuration 'nowhere' is neither an existing file nor base64 of JSON.\n"
 
 
+def test_scripts_keep_their_line_ends_in_a_clone_for_windows():
+    patterns = [line.split()[0] for line in (ROOT / ".gitattributes").read_text().splitlines() if "eol=lf" in line]
+    scripts = [path for path in (*ROOT.glob("*"), *ROOT.glob(".ci/*"), *ROOT.glob("*/*.s*")) if is_script(path)]
+    assert len(scripts) > 10
+    for path in scripts:
+        assert any(path.match(pattern.removeprefix("/")) for pattern in patterns), path
+
+
+def is_script(path):
+    return path.is_file() and path.read_bytes()[:2] == b"#!"
+
+
 def test_two_nodes_meet_by_node_rank_and_train_by_other_flags_than_the_scripts(corpus, tmp_path):
     script, *flags = "scripts/pretrain_gpt2_distributed.sh", "--recompute", "none", "--no-bf16"
     shared = {
