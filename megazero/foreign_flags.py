@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM's and DeepSpeed's trainers that are not settings here: accepted or refused, each with the reason."""
+"""Flags of other trainers (Megatron-LM, DeepSpeed, nanoGPT) that are not settings here: accepted or refused, with the reason."""
 
 from __future__ import annotations
 
@@ -105,6 +105,9 @@ _NO_FP8 = "the smallest dtypes are --bf16 and --fp16"
 _PROFILE = "use --profile-steps FIRST-LAST, which traces these iterations by torch.profiler"
 _WARMUP = "use --lr-warmup-iters, or --warmup, a fraction of --lr-decay-iters"
 _ITERATIONS = "runs are counted in iterations: --train-iters, --lr-decay-iters, --lr-warmup-iters"
+_TRAIN_ITERS = "use --train-iters"
+_LR = "use --lr"
+_ACCUMULATION = "use --global-batch-size: what --batch-size on every rank does not give is accumulated"
 _RECOMPUTED_TOGETHER = (
     "use --checkpoint-activations, with --checkpoint-num-layers for blocks that are recomputed together"
 )
@@ -136,6 +139,26 @@ REFUSED = {
     "--cloze-eval": "use evaluate_gpt2.py --task lambada",
     "--eval-hf": "import the weights first: python -m megazero.checkpoint import --from huggingface",
     "--load-openai": "import the weights first: python -m megazero.checkpoint import --from huggingface",
+    # Names of nanoGPT and of other trainers' for what has another name here.
+    "--max_iters": _TRAIN_ITERS,
+    "--max-steps": _TRAIN_ITERS,
+    "--max_steps": _TRAIN_ITERS,
+    "--epochs": f"{_TRAIN_ITERS}; the log says how many samples an epoch has",
+    "--learning_rate": _LR,
+    "--learning-rate": _LR,
+    "--block_size": "use --seq-length, and --max-position-embeddings for the longest that the model reads",
+    "--n_layer": "use --num-layers",
+    "--n_head": "use --num-attention-heads",
+    "--n_embd": "use --hidden-size",
+    "--dropout": "use --hidden-dropout and --attention-dropout",
+    "--gradient_accumulation_steps": _ACCUMULATION,
+    "--gradient-accumulation-steps": _ACCUMULATION,
+    "--grad_clip": "use --clip-grad",
+    "--warmup_iters": "use --lr-warmup-iters",
+    "--wandb_log": "use --wandb-project",
+    "--dtype": "use --bf16 or --fp16; without them all is fp32",
+    "--device": "GPUs are used if there are any; the variable CUDA_VISIBLE_DEVICES, if it is empty, hides them",
+    "--config": "use --deepspeed_config for a JSON file with DeepSpeed's keys; flags in a file are given by $(cat FILE)",
     # Flags of Megatron-LM's later releases.
     "--pipeline-model-parallel-size": _NO_PIPELINES,
     "--num-layers-per-virtual-pipeline-stage": _NO_PIPELINES,

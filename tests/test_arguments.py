@@ -227,6 +227,16 @@ def test_flags_that_read_foreign_weights_name_the_command_that_imports_them(flag
         load_config([flag])
 
 
+def test_names_of_nanogpt_are_refused_with_ours():
+    names = "train-iters lr seq-length num-layers num-attention-heads hidden-size hidden-dropout global-batch-size clip-grad"
+    their_names = (
+        "max_iters learning_rate block_size n_layer n_head n_embd dropout gradient_accumulation_steps grad_clip"
+    )
+    for theirs, ours in zip(their_names.split(), names.split(), strict=True):
+        with pytest.raises(ValueError, match=f"--{theirs} does not apply here: use --{ours}"):
+            load_config([f"--{theirs}=6"])
+
+
 def test_the_flags_of_the_zero3_example_are_understood(caplog):
     caplog.set_level(logging.INFO, logger="megazero")
     flags = """--zero-stage 3.0 --zero-contigious-gradients --zero-reduce-scatter --zero-reduce-bucket-size 50000000
