@@ -351,7 +351,8 @@ def _refuse_other_model(job: Job, path: Path, client: dict[str, Any]) -> None:
     dropout = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
     if others := model.differences(now):
         described = {each.name: each for each in fields(GPT2Config)}
-        given = " ".join(as_given(described[name], was) for name, (was, _) in {**others, **dropout}.items())
+        not_given = {name: pair for name, pair in dropout.items() if pair[1] == described[name].default}
+        given = " ".join(as_given(described[name], was) for name, (was, _) in {**others, **not_given}.items())
         differ = ", ".join(f"{flag_of(name)} {was}, now {is_now}" for name, (was, is_now) in others.items())
         raise ValueError(
             f"The checkpoint {path} was trained with {differ}: that is another model. Give {given}. To change a trained model, "

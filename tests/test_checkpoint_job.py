@@ -501,6 +501,9 @@ def test_another_dropout_than_that_of_weights_from_elsewhere_is_said(caplog, fin
     config = SimpleNamespace(model=GPT2Config(swiglu=True), checkpoint=SimpleNamespace(finetune=finetune))
     with pytest.raises(ValueError, match=r"with --swiglu False, now True: .* --no-swiglu --hidden-dropout 0\.0\."):
         job_checkpoints._refuse_other_model(SimpleNamespace(config=config), Path("saved"), client)
+    config.model = replace(config.model, hidden_dropout=0.2)
+    with pytest.raises(ValueError, match=r"Give --no-swiglu\. To change"):  # the dropout is what was asked for
+        job_checkpoints._refuse_other_model(SimpleNamespace(config=config), Path("saved"), client)
     assert not caplog.messages
     config.model = GPT2Config()
     job_checkpoints._refuse_other_model(SimpleNamespace(config=config), Path("saved"), client)
