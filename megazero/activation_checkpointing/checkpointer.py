@@ -200,8 +200,8 @@ class _Checkpoint(torch.autograd.Function):
             )
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "checkpoint: backward(create_graph=True) cannot go through a checkpointed function, because the gradients that it "
-                "makes have no graph, and a penalty on them would lose its own. Use non_reentrant_checkpoint, or turn off "
+                "checkpoint: backward(create_graph=True) cannot go through a checkpointed function, because the gradients that "
+                "it makes have no graph, and a penalty on them would lose its own. Use non_reentrant_checkpoint, or turn off "
                 "--checkpoint-activations."
             )
         call: Call = ctx.call
