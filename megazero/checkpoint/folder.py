@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from megazero.checkpoint.format import CheckpointError, index_bytes
-from megazero.checkpoint.standalone import SCRIPT, place_script
+from megazero.checkpoint.standalone import SCRIPT, place_script, script_text
 from megazero.checkpoint.tags import latest_tag, list_tags, replaced_path, step_of, tag_at, tags_of_jobs
 from megazero.checkpoint.tensor_file import naming
 from megazero.files import (
@@ -88,6 +88,7 @@ class CheckpointFolder:
                 os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
             self._clear()
             self._rehearse()
+        script_text()  # is kept: by the first save, hours from now, the library's files may have moved
         return True
 
     def _take_lock(self) -> int:

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from megazero import mpu
-from megazero.checkpoint import folder
+from megazero.checkpoint import folder, standalone
 from megazero.checkpoint.standalone import SCRIPT, place_script, script_text
 from megazero.checkpoint.tags import latest_tag, list_tags, tags_to_go_back_to
 from tests.bad_disks import failing
@@ -196,6 +196,15 @@ def test_the_script_is_there_also_on_a_share_that_keeps_no_rights(tmp_path, monk
     monkeypatch.setattr(os, "fchmod", failing(errno.EPERM))
     place_script(tmp_path)
     assert (tmp_path / SCRIPT).read_text() == script_text()
+
+
+def test_the_script_is_placed_also_where_the_library_has_moved_since_the_directory_was_claimed(tmp_path, monkeypatch):
+    script_text.cache_clear()
+    mine = folder.CheckpointFolder(tmp_path)
+    mine.claim()
+    monkeypatch.setattr(standalone, "__file__", str(tmp_path / "gone" / "standalone.py"))
+    place_script(tmp_path)
+    mine.release()
 
 
 @pytest.mark.parametrize(
