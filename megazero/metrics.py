@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from megazero.files import file_named, remove_asides, written_aside
 from megazero.wandb_log import WandbLog
 
 logger = logging.getLogger(__name__)
+
+MOST_UNWRITTEN = 1000  # lines that are kept while the file cannot be written; then the oldest go
 
 
 # Of a StepReport: what is written under another name, or not at all.
@@ -94,6 +97,7 @@ class MetricsWriter:
         self.start_iteration, self._keeps_lines = start_iteration, keeps_lines
         self.path = Path(directory) / "metrics.jsonl" if directory else None
         self._lines: dict[tuple[int, str], dict[str, Any]] = {}
+        self._unwritten: deque[dict[str, Any]] = deque(maxlen=MOST_UNWRITTEN)
         # By place: what records a line there, of which the second argument are the scalars.
         self._logs: dict[str, Callable[[dict[str, Any], dict[str, float]], None]] = {}
         if self.path is not None:
@@ -132,8 +136,8 @@ class MetricsWriter:
     def write(self, iteration: int, scalars: dict[str, float], section: str) -> None:
         """Records scalars of one iteration under a section ("train", "valid", "test", or "valid/NAME" of a set that has a name).
 
-        A log that cannot be written, because the disk is full for example, ends there with a warning. The run, which is worth
-        more, continues.
+        If the file cannot be written, because the disk is full for example, its lines are kept and written with a later one.
+        Another log ends there. Either is a warning: the run, which is worth more, continues.
         """
         fixed = {"iteration": iteration, "section": section, "timestamp": round(time.time(), 3)}
         line = {**fixed, **scalars, **fixed}  # whatever a script calls its own numbers
@@ -141,8 +145,16 @@ class MetricsWriter:
             try:
                 record(line, scalars)
             except OSError as error:
-                del self._logs[name]
-                logger.warning("the log in %s ends at iteration %d, training goes on: %s", name, iteration, error)
+                if record != self._append:
+                    del self._logs[name]
+                    logger.warning("the log in %s ends at iteration %d, training goes on: %s", name, iteration, error)
+                elif len(self._unwritten) < 2:  # the first of them
+                    logger.warning(
+                        "the log in %s waits from iteration %d on, to be written later, training goes on: %s",
+                        name,
+                        iteration,
+                        error,
+                    )
         if self._keeps_lines:
             self._keep(line)
 
@@ -154,7 +166,13 @@ class MetricsWriter:
         if (key := _key(line)) in self._lines:  # a finished run that is started again repeats its last evaluations
             self._rewrite(line if _key(earlier) == key else earlier for earlier in _read(self.path))
             return
-        append_json(self.path, line)
+        self._unwritten.append(line)
+        self._write_rest()
+
+    def _write_rest(self) -> None:
+        while self.path is not None and self._unwritten:
+            append_json(self.path, self._unwritten[0])
+            self._unwritten.popleft()
 
     def _rewrite(self, lines: Iterable[dict[str, Any]]) -> None:
         """Makes these the lines of the file, from which they may come, one at a time."""
@@ -173,6 +191,8 @@ class MetricsWriter:
 
     def close(self, has_failed: bool = False) -> None:
         """Closes the event file, and ends the run of Weights & Biases, as a failed one if the job has failed."""
+        with suppress(OSError):  # which has been said
+            self._write_rest()
         with suppress(OSError):  # the log may have ended already
             if self._board is not None:
                 self._board.close()
@@ -192,9 +212,17 @@ def _as_json(line: dict[str, Any]) -> str:
 
 
 def append_json(path: str | Path, line: dict[str, Any]) -> None:
-    """Appends a line to a file of JSON lines. An OSError names the file."""
-    with file_named(Path(path)), open(path, "a") as file:
-        file.write(_as_json(line))
+    """Appends a line to a file of JSON lines, whole or not at all. An OSError names the file."""
+    content = _as_json(line).encode()
+    with file_named(Path(path)), open(path, "ab", buffering=0) as file:
+        end = os.fstat(file.fileno()).st_size
+        try:
+            while content:  # a disk that is nearly full takes a part
+                content = content[file.write(content) :]
+        except OSError:
+            with suppress(OSError):  # such as of a pipe
+                file.truncate(end)
+            raise
 
 
 def refuse_unwritable_output(path: str | None) -> None:

@@ -6,7 +6,9 @@ import json
 import math
 import os
 import re
+import resource
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -225,11 +227,36 @@ def test_a_full_disk_ends_the_logs_with_a_warning_and_not_the_run(tmp_path, capl
     metrics.close()
     ends = [record.getMessage() for record in caplog.records]
     assert len(ends) == 2, ends
-    assert f"the log in {metrics.path} ends at iteration 2, training goes on: [Errno 28]" in ends[0], ends
+    waits = f"the log in {metrics.path} waits from iteration 2 on, to be written later, training goes on: [Errno 28]"
+    assert waits in ends[0], ends
     assert f"the log in {tmp_path / 'board'} ends" in ends[1]
     (tmp_path / "loss.png").mkdir()
     assert not plot_losses([{"iteration": 1, "section": "train", "loss": 8.0}], tmp_path / "loss.png")
     assert "no loss plot: " in caplog.text
+
+
+def test_lines_of_a_time_when_the_disk_was_full_are_written_with_a_later_one(tmp_path, caplog):
+    metrics = MetricsWriter(str(tmp_path), None, 0)
+    metrics.write(1, {"loss": 8.0}, "train")
+    limit = metrics.path.stat().st_size + 100  # of a line of some 75 bytes, a part is taken
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    for iteration in (2, 3, 4):
+        metrics.write(iteration, {"loss": 7.0}, "train")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    signal.signal(signal.SIGXFSZ, before)
+    assert [json.loads(line)["iteration"] for line in metrics.path.read_text().splitlines()] == [1, 2]
+    metrics.write(5, {"loss": 6.0}, "train")
+    assert [json.loads(line)["iteration"] for line in metrics.path.read_text().splitlines()] == [1, 2, 3, 4, 5]
+    (warning,) = caplog.messages
+    assert "waits from iteration 3 on" in warning
+    (tmp_path / "metrics.jsonl").rename(tmp_path / "whole")
+    (tmp_path / "metrics.jsonl").mkdir()
+    metrics.write(6, {"loss": 6.0}, "train")
+    (tmp_path / "metrics.jsonl").rmdir()
+    metrics.close()
+    assert json.loads(metrics.path.read_text())["iteration"] == 6, "the last are written at the end"
 
 
 @pytest.mark.parametrize("end", [b"\x00\x88\xff", b'{"iteration": 3, "sec', b"[3]\n"])
