@@ -203,11 +203,17 @@ def progress_bar(job: Job) -> Iterator[tqdm]:
 
 
 def log_step(
-    job: Job, metrics: MetricsWriter, late: LateRanks, interval: list[tuple[float, float]], samples: int, seconds: float
+    job: Job,
+    metrics: MetricsWriter,
+    late: LateRanks | None,
+    interval: list[tuple[float, float]],
+    samples: int,
+    seconds: float,
 ) -> None:
     """Logs and records the averages of the iterations since the last log line. Every rank calls it.
 
     Args:
+        late: notes who is late, and tells the other ranks now and then; None where they may not come.
         interval: of each iteration the loss and the gradients' norm.
         samples: consumed by all of these iterations, on all ranks.
         seconds: the time that they took.
@@ -245,7 +251,8 @@ def log_step(
             held,
             peak,
         )
-    elif line := late.line(steps, seconds, seconds_waited):  # not of the first iterations, which compile and warm up
+    # Else, as the first iterations compile and warm up.
+    elif late is not None and (line := late.line(steps, seconds, seconds_waited)):
         logger.info("%s", line)
     more = {
         "consumed_samples": job.consumed_samples,

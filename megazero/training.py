@@ -208,10 +208,22 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
     watch: MemoryWatch | None = MemoryWatch(job.engine, job.device.type)
     profiler, late = step_profiler(job), LateRanks()
     stop: str | None = None
+
+    def log(until: float, late: LateRanks | None = None) -> None:
+        """Logs the iterations since the last line, which have ended at `until`."""
+        nonlocal interval, logged_at, trained_since
+        if interval:
+            log_step(job, metrics, late, interval, job.consumed_samples - logged_at, until - trained_since)
+        interval, logged_at, trained_since = [], job.consumed_samples, time.perf_counter()
+
     while job.iteration < flags.train_iters and not stop:
         begun, before = time.perf_counter(), job.consumed_samples
-        with profiler.step(job.iteration + 1), watch or nullcontext():
-            loss, stop = train_step(job, iterator)
+        try:
+            with profiler.step(job.iteration + 1), watch or nullcontext():
+                loss, stop = train_step(job, iterator)
+        except FloatingPointError:  # what led to it
+            log(begun)
+            raise
         if loss is None:
             trained_since += time.perf_counter() - begun  # moved on: logged step times cover training alone
             logged_at += job.consumed_samples - before
@@ -223,10 +235,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
             logger.info("%s", describe_memory(job, "memory after the first step", watch.most))
             watch = None
         if interval and job.iteration % flags.log_interval == 0:
-            log_step(
-                job, metrics, late, interval, job.consumed_samples - logged_at, time.perf_counter() - trained_since
-            )
-            interval, logged_at, trained_since = [], job.consumed_samples, time.perf_counter()
+            log(time.perf_counter(), late)
         paused = time.perf_counter()
         if not stop and job.iteration % flags.eval_interval == 0 and job.iteration < flags.train_iters:
             stop = evaluate_and_log(job, metrics, valid, "valid", f"iteration {job.iteration}")
@@ -240,6 +249,7 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
         if stop:
             job.is_cut = exits is None
             logger.info("stopping after iteration %d: %s", job.iteration, stop)
+    log(time.perf_counter())
     profiler.finish(job.iteration)
     if config.checkpoint.save and (has_failed_to_save(job) or job.iteration % config.checkpoint.save_interval):
         save(job, is_last=True)

@@ -272,6 +272,24 @@ def test_exit_interval_stops_a_run_and_its_end_is_evaluated_all_the_same(corpus,
     assert "stopping after" not in done.stdout and "validation perplexity" in done.stdout
 
 
+def not_finite_case(arguments: list[str]) -> None:
+    def fail(job: Job) -> None:
+        if job.iteration == 6:
+            raise FloatingPointError
+
+    with pytest.raises(FloatingPointError):
+        pretrained(arguments, before_update=fail)
+
+
+def test_what_came_after_the_last_line_of_the_log_is_written_at_the_end(corpus, tmp_path):
+    assert (
+        run_job(flags(corpus, tmp_path / "stops", 20, "--log-interval", "4", "--exit-interval", "6"), 2).returncode == 0
+    )
+    run_ranks(2, not_finite_case, flags(corpus, tmp_path / "fails", 20, "--log-interval", "4"))
+    for end in ("stops", "fails"):
+        assert list(metrics(tmp_path / end)) == [4, 6]
+
+
 def test_a_run_is_left_after_each_multiple_of_its_interval_and_at_the_end_of_each_phase(corpus):
     ends = ["--exit-interval", "4", "--phase-transition-iterations", "3", "6"]
     training = load_config([*TINY_MODEL, *corpus, *ends]).training
