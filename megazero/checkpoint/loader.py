@@ -65,15 +65,17 @@ def load(
 
 def _of_first_rank(action: Callable[[], Any]) -> Any:
     """What `action` returns on the first rank, on every rank, and what it raises there. Collective."""
-    told: Any = None
+    told, error = None, None
     if torch.distributed.get_rank() == 0:
         try:
             told = action()
-        except Exception as error:
-            told = error
-    told = comm.broadcast_object(told)
-    if isinstance(told, Exception):
-        raise told
+        except Exception as caught:  # not every exception can be sent
+            error = caught
+    kind = type(error) if type(error) in (FileNotFoundError, CheckpointError, ValueError) else comm.OtherRankError
+    told, *failure = comm.broadcast_object((told,) if error is None else (None, kind, str(error)))
+    if failure:
+        kind, text = failure
+        raise error or kind(text)
     return told
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from megazero import comm, mpu
-from megazero.checkpoint import capture, tensor_file
+from megazero.checkpoint import capture, loader, tensor_file
 from megazero.checkpoint import format as checkpoint_format
 from megazero.checkpoint.format import CheckpointError
 from megazero.checkpoint.reader import Reader
@@ -199,6 +199,38 @@ def test_what_need_not_be_damage_ends_a_load_with_fallback(one_rank, tmp_path, m
         engine.load_checkpoint(str(tmp_path), fallback=True)
     errors.append(errno.EIO)
     assert engine.load_checkpoint(str(tmp_path), fallback=True)[0].name == "global_step1"
+
+
+class UnlikeOthers(Exception):
+    """Is not made of its text alone."""
+
+    def __init__(self, place, text):
+        super().__init__(f"{text} at {place}")
+
+
+class Unsendable(Exception):
+    """Can be told to nobody."""
+
+    def __reduce__(self):
+        raise TypeError("it has a lock")
+
+
+def first_rank_case() -> list[tuple[str, str]]:
+    """The class and text of what each of some errors of the first rank is on this one."""
+    told = []
+    for error in (UnlikeOthers(1, "wrong"), Unsendable("wrong"), CheckpointError("wrong"), OSError(13, "no", "file")):
+        with pytest.raises(Exception) as caught:
+            loader._of_first_rank(Mock(side_effect=error))
+        told.append((caught.typename, str(caught.value)))
+    return told
+
+
+def test_any_error_of_the_first_rank_is_told_to_the_others():
+    first, second = run_ranks(2, first_rank_case, timeout_s=60)
+    assert [text for _, text in first] == [text for _, text in second]
+    kinds = ["OtherRankError", "OtherRankError", "CheckpointError", "OtherRankError"]
+    assert [kind for kind, _ in second] == kinds
+    assert [kind for kind, _ in first] == ["UnlikeOthers", "Unsendable", "CheckpointError", "PermissionError"]
 
 
 def test_a_swap_file_whose_disk_fails_is_not_taken_for_a_damaged_checkpoint(world, tmp_path, monkeypatch):
