@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megazero.checkpoint.format import NAME_ONE, REMEDY, CheckpointError
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.restore import continue_run, read_states
-from megazero.checkpoint.tags import latest_tag, list_tags, tags_to_go_back_to
+from megazero.checkpoint.tags import latest_tag, list_tags, step_of, tags_to_go_back_to
 from megazero.checkpoint.training_state import TrainingState
 from megazero.logging import ALIKE, get_logger
 from megazero.nvme import SwapFileError
@@ -106,7 +107,14 @@ def _newest_tag(directory: str | Path, fallback: bool) -> str | None:
 def _candidates(directory: str | Path, tag: str | None, fallback: bool) -> list[str | None]:
     """The tag to load, and those to go back to, newest first."""
     newest = _newest_tag(directory, fallback) if tag is None else tag
-    return [newest, *(tags_to_go_back_to(directory, newest) if fallback else [])]
+    if not fallback:
+        return [newest]
+    others, latest = tags_to_go_back_to(directory, newest), None
+    with suppress(CheckpointError):
+        latest = latest_tag(directory)
+    if newest != latest:  # beyond that one lies what a run that went back has left; beyond another one, what is newer
+        others = [each for each in others if not 0 <= step_of(newest or "") < step_of(each)]
+    return [newest, *others]
 
 
 def _first_intact(
@@ -151,7 +159,9 @@ def _first_intact(
 def none_whole(directory: str | Path, message: str) -> CheckpointError:
     """What to raise where there is no checkpoint to go back to from the one that `message` is about."""
     found = _without_advice(message)
-    return CheckpointError(f"{found} No other checkpoint in {directory} is whole either: copy one of them again.")
+    return CheckpointError(
+        f"{found} No other checkpoint in {directory} to go back to is whole either: copy one of them again."
+    )
 
 
 def _without_advice(message: str) -> str:

@@ -201,6 +201,16 @@ def test_what_need_not_be_damage_ends_a_load_with_fallback(one_rank, tmp_path, m
     assert engine.load_checkpoint(str(tmp_path), fallback=True)[0].name == "global_step1"
 
 
+def test_from_a_checkpoint_that_is_named_no_load_goes_to_a_newer_one(one_rank, tmp_path):
+    engine = saved_at_each_step(tmp_path, 4)
+    for step in (1, 2):
+        flip(tmp_path / f"global_step{step}" / "rank_00000.safetensors", -1)
+    with pytest.raises(CheckpointError, match="No other checkpoint in .* to go back to is whole either"):
+        engine.load_checkpoint(str(tmp_path), tag="global_step2", fallback=True)
+    (tmp_path / "latest").write_text("global_step2")  # of a run that went back: what lies beyond is older
+    assert engine.load_checkpoint(str(tmp_path), tag="global_step2", fallback=True)[0].name == "global_step4"
+
+
 class UnlikeOthers(Exception):
     """Is not made of its text alone."""
 
