@@ -126,7 +126,7 @@ def write_huggingface(
             own if the vocabulary has GPT-2's size.
 
     Raises:
-        FileExistsError: there is something in `directory`.
+        FileExistsError: there is something in `directory`, or it is a mount point.
         ValueError: `dtype` is no floating-point dtype, or a tensor has another shape than `config` says.
         OSError: the disk is full, or the like.
     """
@@ -137,6 +137,8 @@ def write_huggingface(
         )
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(f"{directory} exists already: choose another directory for the model.")
+    if os.path.ismount(directory):
+        raise FileExistsError(f"{directory} is a mount point, which no folder can replace: name a new folder in it.")
     if end_of_text is None and config.vocab_size == _GPT2_VOCABULARY:
         end_of_text = _GPT2_END_OF_TEXT
     files = tokenizer_files or {}

@@ -254,7 +254,7 @@ def test_a_wrong_tokenizer_file_is_told_before_any_weight_is_read(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-def test_a_failed_write_leaves_nothing_and_a_full_directory_is_not_touched(full, written):
+def test_a_failed_write_leaves_nothing_and_a_full_directory_is_not_touched(full, written, monkeypatch):
     def fails(name):
         raise OSError(errno.ENOSPC, "the disk is full")
 
@@ -268,6 +268,9 @@ def test_a_failed_write_leaves_nothing_and_a_full_directory_is_not_touched(full,
     with pytest.raises(ValueError, match="torch.int8"):
         write_huggingface(written.parent / "other", full.__getitem__, CONFIG, torch.int8)
     (written.parent / "empty").mkdir()
+    with monkeypatch.context() as patch, pytest.raises(FileExistsError, match="empty is a mount point"):
+        patch.setattr(os.path, "ismount", lambda path: path == written.parent / "empty")
+        write_huggingface(written.parent / "empty", fails, CONFIG, torch.float32)
     other = written.parent / f"empty.tmp{os.getpid()}"  # of an export in another container, with the same process id
     (other / "under way").mkdir(parents=True)
     write_huggingface(written.parent / "empty", full.__getitem__, CONFIG, torch.float32)
