@@ -277,8 +277,13 @@ def _move(path: Path, to: Path) -> None:
         if error.errno != errno.EXDEV:
             raise
         shutil.copytree(path, to, symlinks=True)
-        (path / "index.json").unlink(missing_ok=True)  # first, so that nobody takes what is left for whole
-        shutil.rmtree(path)
+        _remove_folder(path)
+
+
+def _remove_folder(path: Path) -> None:
+    """Deletes it, the index first, so that nobody takes what is left for whole if the process dies meanwhile."""
+    (path / "index.json").unlink(missing_ok=True)
+    shutil.rmtree(path)
 
 
 def _remove(path: Path) -> None:
@@ -288,7 +293,7 @@ def _remove(path: Path) -> None:
     """
     try:
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            _remove_folder(path)
         else:
             path.unlink(missing_ok=True)
     except OSError as error:

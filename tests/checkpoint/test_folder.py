@@ -13,6 +13,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -312,6 +313,18 @@ def test_save_that_died_while_replacing_is_recovered(world, tmp_path):
     engine.save_checkpoint(str(tmp_path))
     assert visible(tmp_path) == ["global_step1", "global_step2", "latest", "zero_to_fp32.py"]
     assert not list(tmp_path.glob(".global*"))
+
+
+def test_a_deletion_that_died_leaves_nothing_that_is_taken_for_whole(world, tmp_path, monkeypatch):
+    write_one(tmp_path)
+    (tmp_path / "global_step1").rename(tmp_path / ".global_step1.replaced")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            folder._remove(tmp_path / ".global_step1.replaced")
+    assert list_tags(tmp_path) == []
+    folder.CheckpointFolder(tmp_path)._clear()  # gives it its name back
+    assert list_tags(tmp_path) == []
 
 
 def test_a_tag_like_the_name_of_a_file_that_was_being_written_is_no_obstacle(world, tmp_path):
