@@ -17,6 +17,7 @@ from megazero.checkpoint.__main__ import main
 from megazero.checkpoint.commands.verify import verify
 from megazero.checkpoint.config import CheckpointConfig
 from megazero.checkpoint.format import CheckpointError, index_bytes
+from megazero.checkpoint.importers.foreign import ForeignCheckpoint, ForeignTensor, write_foreign
 from megazero.checkpoint.plain import client_state
 from megazero.checkpoint.reader import Reader
 from megazero.checkpoint.tensor_file import CheckedFile
@@ -131,6 +132,10 @@ def test_ls_of_a_damaged_checkpoint_whose_save_died_between_its_renames(saved, c
 def test_a_script_s_own_checkpoint_does_not_say_which_samples_it_read(saved, capsys):
     assert main(["samples", str(saved), "--iterations", "1"]) == 2
     assert f"{TAG} was not saved by the training job, so it does not say which" in capsys.readouterr().err
+    weight = ForeignTensor((3,), "frozen", {"constant": lambda: torch.ones(3)})
+    own = write_foreign(ForeignCheckpoint({"weight": weight}, client_state={"train_samples": 4}), saved / "own")
+    assert main(["samples", str(own), "--iterations", "1"]) == 2
+    assert f"{own} was not saved by the training job" in capsys.readouterr().err
 
 
 def test_verify_says_that_the_index_itself_is_damaged(saved, capsys):

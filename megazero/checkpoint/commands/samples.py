@@ -35,7 +35,7 @@ def show_samples(
         ValueError: the checkpoint does not say what its run read, or these are other data, or the run has no such iteration.
     """
     client = client_state(reader)
-    if "train_samples" not in client:
+    if not {"train_samples", "corpora"} <= client.keys():
         raise ValueError(
             f"{reader.path} was not saved by the training job, so it does not say which data its run read."
         )
