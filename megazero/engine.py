@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -42,6 +43,8 @@ from megazero.zero.schedule import Schedule
 from megazero.zero.tiling import tile_places
 from megazero.zero.unfit import refuse_other_models, refuse_other_optimizers, refuse_unfit
 from megazero.zero.units import plan_buckets, select_units, share_buckets
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Engine", "EngineStateError", "weight_decay_groups"]
 
@@ -194,6 +197,7 @@ class Engine:
         self._micro_steps = 0
         self._since_update = 0  # micro-batches
         self._last_backward = -1  # the micro-batch of which it was
+        self._has_told_of_gap = False
         self._is_applied = False
         self._grad_norm = 0.0
         self._is_destroyed = False
@@ -293,6 +297,13 @@ class Engine:
             return
         lr_kwargs = lr_kwargs or {}
         self._refuse_unready(lr_kwargs)
+        if self._boundary is None and self._last_backward != self._micro_steps and not self._has_told_of_gap:
+            self._has_told_of_gap = True
+            logger.warning(
+                "rank %d: engine.step() updates without a backward of the step's last micro-batch, so by fewer than the "
+                "%d micro-batches of a step. Call step() once for each backward. Later steps are not checked.",
+                *(torch.distributed.get_rank(), self._accumulation_steps),
+            )
         self.allreduce_gradients()  # no_sync may have been left, or the boundary set, after the last backward
         self.channel.compare_first()  # before the first wait for the device, which might never return
         self._replicas.compare()

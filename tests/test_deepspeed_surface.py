@@ -545,6 +545,18 @@ def test_a_script_that_sets_micro_steps_sets_where_the_next_update_is_due(one_ra
     assert engine.global_steps == 3
 
 
+def test_an_update_without_its_last_backward_is_told_once(one_rank, caplog):
+    engine, said = initialize(gradient_accumulation_steps=2), "without a backward of the step's last micro-batch"
+    for extra, told in ((0, 0), (1, 1), (1, 1)):
+        one_step(engine, x_of(0))
+        if extra:  # also that of a micro-batch whose loss a script has left out
+            engine.step()
+        else:
+            one_step(engine, x_of(1))
+        assert caplog.text.count(said) == told
+    assert engine.global_steps == 3
+
+
 def test_the_accelerator_is_the_device_that_the_engine_computes_on(one_rank):
     accelerator, engine = deepspeed.accelerator.get_accelerator(), initialize()
     name = accelerator.device_name(accelerator.current_device() if engine.device.type == "cuda" else engine.local_rank)
