@@ -48,9 +48,9 @@ from megazero.zero.waiting import Waiting
 
 logger = get_logger(__name__)
 
-# What torch says when autograd has saved a parameter or a view of it, whose memory is gone: of its storage, or that an operand
-# is of size 0, or a gradient that a node of torch's makes. Or, if its values are on their way, of a version of `ON_THE_WAY` or
-# more.
+# What torch says when autograd has saved a parameter or a view of it, whose memory is gone or whose values are on their way: of a
+# version of `ON_THE_WAY` or more. Of what hooks have saved it knows no version, and speaks of the storage, or of an operand of
+# size 0, or of a gradient that a node of torch's makes.
 _MISSES_MEMORY = re.compile(
     r"setStorage|tensor [ab] \(0\)|vec \(0\)|(mat2|self) must be a matrix|weight of shape \[0\]|gamma\.numel\(\) == C|"
     r"weight should have at least three dimensions|vector \+ matrix @ vector expected|"
@@ -178,6 +178,8 @@ class Schedule:
         """Around `loss.backward()`: takes the gradients that come, and has the root whole. `finish_backward` comes after it."""
         self.restart()  # even after a backward that an exception cut short
         self.reductions.is_last_micro_batch, self.reductions.is_open = is_last_micro_batch, True
+        for bucket in self._sharded:
+            bucket.weights.begin_backward()
         try:
             self._gather(self._of_unit[ROOT])
             # Weights on their way that no forward has read; and updates, as gradients go to the home that they work in.
@@ -189,6 +191,8 @@ class Schedule:
             raise
         finally:
             self.reductions.is_open = False
+            for bucket in self._sharded:
+                bucket.weights.end_backward()
             self.forwards.clear()  # torch runs no hook of modules that Ctrl-C leaves, in a recomputation too
 
     def restart(self) -> None:

@@ -24,7 +24,7 @@ from megazero.zero.parameter import ArrivingParameter, ReleasedParameter, asked_
 from megazero.zero.storage import view_of
 from megazero.zero.units import BucketPlan
 
-ON_THE_WAY = 2**31  # added to the versions of parameters that no backward may read yet; other versions are lower
+ON_THE_WAY = 2**31  # added to the versions of parameters that no backward may read now; other versions are lower
 
 
 class Weights:
@@ -59,6 +59,7 @@ class Weights:
             self.shard = (home or MemoryHome(flat.device)).hold(self.owned_view, copy=True)
         self.is_offloaded = self.is_sharded and home is not None
         self.is_gathered, self.is_held, self.is_lent, self._is_kept = True, False, False, False
+        self._is_in_backward = False
         self._coming: Work | None = None  # a gather if P is sharded, else an exchange
         self._waits_when_touched = False
         self._arrival = Arrival(flat.device, comes_ahead=channel.size > 1)  # of the shard on the device
@@ -87,12 +88,23 @@ class Weights:
         self._coming = self._arrival.fill(self.shard, self.owned_view, gather)
 
     def refuse_reads(self) -> None:
-        """Until a gather under way is finished, makes autograd refuse what saved P before: a backward that no hook has announced.
+        """Until P is whole, makes autograd refuse what saved P before: a backward that no hook has announced.
 
-        Not for a gather of a forward, which may save a parameter on its way, as torch's checkpoint does with its arguments.
+        Not in a forward, which may save a parameter that is not whole, as torch's checkpoint does with its arguments.
         """
-        if self.is_sharded and self.is_coming:
+        if self.is_sharded and not self.is_gathered:
             self._set_versions([version + ON_THE_WAY for version in self._versions])
+
+    def begin_backward(self) -> None:
+        """Has reads of a released P refused until `end_backward`: a kernel that reads freed memory ends the process."""
+        self._is_in_backward = True
+        self.refuse_reads()
+
+    def end_backward(self) -> None:
+        """Undoes `begin_backward`."""
+        self._is_in_backward = False
+        if not self.is_gathered:
+            self._set_versions(self._versions)
 
     def graph_end(self, segment: Segment) -> Node:
         """The node at which graphs that read a sharded parameter end, made for gradients of its full shape.
@@ -156,6 +168,8 @@ class Weights:
                 "change is lost. Write inside of `with megazero.zero.GatheredParameters(params, modifier_rank=0):`, or use a "
                 "stage below 3."
             )
+        if self._is_in_backward:
+            self.refuse_reads()
 
     def keep(self) -> None:
         """Has `release` do nothing until `let_go` or new values: a graph made by a backward (create_graph) reads P."""
