@@ -168,7 +168,8 @@ class Kept:
             )
         (whole, work), self._back = self._back or self._gathered(self._rest), None
         work.wait()
-        return [place.read(whole.view(self._parts, -1)) for place in self._places]
+        # By `.data`: views of one buffer share their version, and autograd would refuse all if the function changes one in place.
+        return [place.read(whole.view(self._parts, -1)).data for place in self._places]
 
     def _gathered(self, rest: _InMemory | _OnDrive) -> tuple[Tensor, Work]:
         """The buffers of all ranks on the device, when the work is done."""

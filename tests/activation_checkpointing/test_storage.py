@@ -310,6 +310,16 @@ def test_a_retained_graph_keeps_its_inputs_and_another_does_not(one_rank, mode):
             y.sum().backward()
 
 
+@pytest.mark.parametrize("mode", ["contiguous", "on nvme"])
+def test_a_function_may_change_an_argument_of_which_a_copy_is_kept(one_rank, mode):
+    ours, x = checkpointer(mode), torch.randn(5, requires_grad=True)
+    for call in (ours.checkpoint, ours.non_reentrant_checkpoint):
+        x.grad = None
+        counter = torch.ones(5)
+        call(lambda x, counter, _: x.sin() * counter.add_(1), x, counter, None).sum().backward()
+        assert_same([x.grad, counter], [2 * x.detach().cos(), torch.full((5,), 2.0)])
+
+
 def test_a_graph_that_is_kept_holds_no_inputs_after_backward(one_rank):
     """A loss in a list of losses must not hold on to the activations of its step."""
     ours, x = checkpointer("contiguous"), torch.ones(5, requires_grad=True)
