@@ -22,6 +22,7 @@ from megazero.data.corpora import is_json
 from megazero.data.tokenizer import Tokenizer
 from megazero.entry import run_script
 from megazero.inference import InferenceConfig, Trained, load_model, open_checkpoint
+from megazero.logging import counted
 from megazero.metrics import append_json, refuse_unwritable_output
 from megazero.model.generation import check_sampling, generate
 from megazero.model.gpt2 import GPT2Model
@@ -135,6 +136,7 @@ def main(request: Request) -> None:
     """Prints each prompt with its continuation."""
     sampling, tokenizer = request.sampling, request.trained.tokenizer
     model, _ = load_model(request.config, request.trained)
+    cut = 0
     for batch in request.batches():
         prompts = request.prompts[batch]
         stream = np.random.SeedSequence(sampling.seed, spawn_key=(batch.start,))  # no batch of any seed has another's
@@ -150,6 +152,7 @@ def main(request: Request) -> None:
             is_over=partial(has_stop, tokenizer, sampling.stop, prompts) if sampling.stop else None,
             vocab_size=tokenizer.vocab_size,
         )
+        cut += sum(len(output) == request.new_tokens[batch.start] < sampling.out_seq_length for output in outputs)
         for text, prompt, output in zip(request.texts[batch], prompts, outputs, strict=True):
             more = before_stops(continuation(tokenizer, prompt, output), sampling.stop or ())
             logger.info("%s", "-" * 80)
@@ -159,6 +162,14 @@ def main(request: Request) -> None:
                 sample["log_probs"] = log_probabilities(model, prompt, output)
                 if torch.distributed.get_rank() == 0:
                     append_json(sampling.output, sample)
+    if cut:
+        logger.info("%s", "-" * 80)
+        logger.info(
+            "%s stopped before --out-seq-length %d, at the end of the model's %d positions",
+            counted(cut, "continuation"),
+            sampling.out_seq_length,
+            request.trained.model.max_position_embeddings,
+        )
 
 
 def has_stop(tokenizer: Tokenizer, stops: Sequence[str], prompts: list[list[int]], row: int, output: list[int]) -> bool:

@@ -621,7 +621,8 @@ def test_the_vocabulary_is_that_of_a_checkpoint_that_the_job_may_go_back_to(corp
     assert job_checkpoints.job_tokenizer(load_config(load)).contents == wanted
 
 
-def test_continuations_are_computed_in_batches_and_a_long_prompt_cuts_no_other(whole, monkeypatch):
+def test_continuations_are_computed_in_batches_and_a_long_prompt_cuts_no_other(whole, monkeypatch, caplog):
+    caplog.set_level("INFO")
     flags = "--num-samples 5 --out-seq-length 20 --batch-size 2 --prompt".split()
     prompts = ["the ranks", "the " * 20, "of a group"]
     monkeypatch.setattr("sys.argv", ["generate_samples.py", "--load", str(whole), *flags, *prompts])
@@ -637,6 +638,10 @@ def test_continuations_are_computed_in_batches_and_a_long_prompt_cuts_no_other(w
     monkeypatch.setattr(generate_samples, "generate", generate)
     monkeypatch.setattr(generate_samples, "load_model", lambda *_: (None, None))
     generate_samples.main(request)
+    assert (
+        caplog.messages[-1]
+        == "5 continuations stopped before --out-seq-length 20, at the end of the model's 32 positions"
+    )
     assert [rows for rows, _, _ in drawn] == [2, 2, 1] * 3
     assert [tokens for _, tokens, _ in drawn[::3]] == [20, 32 - len(request.prompts[5]), 20]
     first = drawn.copy()
