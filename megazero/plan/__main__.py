@@ -52,6 +52,8 @@ class Machine:
     plot: str | None = option(None, "file for a bar plot of all stages, such as plan.png")
 
     def __post_init__(self) -> None:
+        if self.gpus == 0:
+            raise ValueError("--gpus 0: it is the number of ranks. For ranks without GPUs, give it with --device cpu.")
         check_options(self)
         if self.device == "cpu" and self.gpu_memory is not None:
             raise ValueError(

@@ -650,3 +650,8 @@ def test_activations_are_shown_for_every_mode(capsys):
         assert all(
             name in text for name in ("--recompute selective", "--checkpoint-activations", "... --checkpoint-in-cpu")
         )
+
+
+def test_a_plan_without_gpus_is_told_of_the_flag_for_it():
+    with pytest.raises(ValueError, match="^--gpus 0: .* --device cpu.$"):
+        load(["--gpus", "0"])
