@@ -53,7 +53,9 @@ class Machine:
 
     def __post_init__(self) -> None:
         if self.gpus == 0:
-            raise ValueError("--gpus 0: it is the number of ranks. For ranks without GPUs, give it with --device cpu.")
+            raise ValueError(
+                "--gpus must be at least 1, got 0: it counts ranks. If they have no GPUs, add --device cpu."
+            )
         check_options(self)
         if self.device == "cpu" and self.gpu_memory is not None:
             raise ValueError(

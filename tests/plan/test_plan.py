@@ -653,5 +653,5 @@ def test_activations_are_shown_for_every_mode(capsys):
 
 
 def test_a_plan_without_gpus_is_told_of_the_flag_for_it():
-    with pytest.raises(ValueError, match="^--gpus 0: .* --device cpu.$"):
+    with pytest.raises(ValueError, match="^--gpus must be at least 1, got 0: .* --device cpu.$"):
         load(["--gpus", "0"])
