@@ -171,7 +171,7 @@ def run_ranks(args: Namespace) -> int:
             run.run(args)
     except ChildFailedError as error:
         rank, first = cause(error)
-        print(f"{describe(rank, first, log_dir)} All ranks of this node were ended.", file=sys.stderr)
+        print(f"{describe(rank, first, log_dir)} All ranks of {socket.gethostname()} were ended.", file=sys.stderr)
         return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
     except SignalException as error:
         for pid in children(os.getpid()):  # torchrun knows none of its ranks while it is still starting some
