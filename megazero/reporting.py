@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from megazero.checkpoint.tags import list_tags, tag_of
 from megazero.engine import Engine
 from megazero.job import Job
 from megazero.late_ranks import LateRanks
-from megazero.logging import counted, table
+from megazero.logging import counted, some, table
 from megazero.metrics import MetricsWriter, StepReport, by_section, plot_losses
 from megazero.model.gpt2 import GPT2Model
 from megazero.mpu.partition import partitions
@@ -46,6 +47,7 @@ SHARDED = (
     "all model states are",
 )  # by stage
 MAX_RANKS_LISTED = 16  # in one line of the summary
+MAX_HOSTS_LISTED = 64  # in the line that says which ranks they run
 
 
 def metrics_writer(job: Job) -> MetricsWriter:
@@ -99,6 +101,13 @@ def describe_start(job: Job) -> str:
     memory = job.engine.memory()
     del memory["buffers"]  # nothing needs any yet
     return f"{table('job', rows)}\n{describe_memory(job, 'memory', memory)}"
+
+
+def describe_hosts(hosts: Sequence[str]) -> str:
+    """Which ranks run where, given the host of each: "ranks 0-7 on a, 8-15 on b"."""
+    runs = [(host, [rank for rank, _ in own]) for host, own in groupby(enumerate(hosts), key=lambda each: each[1])]
+    named = [f"{ranks[0]}-{ranks[-1]} on {host}" if ranks[1:] else f"{ranks[0]} on {host}" for host, ranks in runs]
+    return f"ranks {some(named, MAX_HOSTS_LISTED)}"
 
 
 def _left_out(parts: Sequence[range], iteration: int) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -50,6 +51,7 @@ from megazero.out_of_memory import tells_out_of_memory
 from megazero.plan import refuse_what_cannot_fit
 from megazero.reporting import (
     MemoryWatch,
+    describe_hosts,
     describe_memory,
     describe_start,
     log_step,
@@ -144,6 +146,9 @@ def pretrain(
     with _tidy_after_error(job, metrics):
         logger.info("%s", config.describe())
         logger.info("%s", describe_start(job))
+        hosts = comm.all_gathered_objects(socket.gethostname())
+        if len(set(hosts)) > 1:
+            logger.info("%s", describe_hosts(hosts))
         if train is not None and make_datasets is None:
             warn_of_other_data(job, train.corpora, train.shuffled_epochs)
         if job.iteration < flags.train_iters:

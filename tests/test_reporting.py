@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from megazero.arguments import load_config
 from megazero.metrics import MetricsWriter
 from megazero.model.gpt2 import GPT2Model
-from megazero.reporting import metrics_writer, summary
+from megazero.reporting import describe_hosts, metrics_writer, summary
 from tests.ranks import run_ranks
 
 
@@ -63,3 +63,8 @@ def _lines_kept() -> int:
     for iteration in range(3):
         metrics.write(iteration, {"loss": 8.0}, "train")
     return len(metrics.lines)
+
+
+def test_the_hosts_of_a_job_are_named_with_their_ranks():
+    assert describe_hosts(["a", "a", "a", "b", "c", "c"]) == "ranks 0-2 on a, 3 on b, 4-5 on c"
+    assert describe_hosts([f"h{rank // 8}" for rank in range(800)]).endswith("504-511 on h63 and 36 more")
