@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import shlex
+import shutil
 import statistics
 import sys
 import threading
@@ -24,9 +25,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from megazero.checkpoint.tags import list_tags, tag_of
 from megazero.engine import Engine
+from megazero.files import nearest_there
 from megazero.job import Job
 from megazero.late_ranks import LateRanks
-from megazero.logging import counted, some, table
+from megazero.logging import ALIKE, counted, get_logger, some, table
 from megazero.metrics import MetricsWriter, StepReport, by_section, plot_losses
 from megazero.model.gpt2 import GPT2Model
 from megazero.mpu.partition import partitions
@@ -35,10 +37,10 @@ from megazero.throughput import memory_bytes, peak_memory_bytes
 from megazero.wandb_log import WandbLog
 from megazero.zero.bucket_bytes import StateSettings
 from megazero.zero.config import ZeroConfig
-from megazero.zero.memory import memory_of_buckets, memory_rows
+from megazero.zero.memory import memory_of_buckets, memory_rows, size
 from megazero.zero.units import find_units, shape_of
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 SHARDED = (
     "nothing is",
@@ -78,8 +80,8 @@ def describe_start(job: Job) -> str:
     """Two tables: what is about to run, and the memory that it takes, as planned and as held before the first step."""
     model, groups, training = job.config.model, job.groups, job.config.training
     mp, dp, steps = groups.model_parallel_size, groups.data_parallel_size, job.engine.gradient_accumulation_steps()
-    size = f"{counted(model.num_layers, 'layer')} x {model.hidden_size}, vocabulary {model.vocab_size:,}"
-    count, of_flags = _num_parameters(job.engine.module), f"{model.num_parameters():,} ({size})"
+    width = f"{counted(model.num_layers, 'layer')} x {model.hidden_size}, vocabulary {model.vocab_size:,}"
+    count, of_flags = _num_parameters(job.engine.module), f"{model.num_parameters():,} ({width})"
     own = f"{count:,} of {type(job.engine.module).__name__}; TFLOP/s is a GPT-2's of the flags' size, {of_flags}"
     kind, zero = type(job.engine.optimizer.torch_optimizer).__name__, job.engine.zero
     own_optimizer = f"{kind} of make_optimizer; the plan counts its states once it has made them"
@@ -96,11 +98,25 @@ def describe_start(job: Job) -> str:
         ("device", f"{job.device}, parameters in {str(job.config.precision.dtype).removeprefix('torch.')}"),
         *([("optimizer", own_optimizer)] if job.has_own_optimizer else []),
         ("ZeRO", f"stage {zero.stage}: {SHARDED[zero.stage]} sharded over {_shards(zero, dp)}{_homes(zero)}"),
+        *_space(job, count),
         ("started", f"{datetime.now():%Y-%m-%d %H:%M:%S}"),
     ]
     memory = job.engine.memory()
     del memory["buffers"]  # nothing needs any yet
     return f"{table('job', rows)}\n{describe_memory(job, 'memory', memory)}"
+
+
+def _space(job: Job, numel: int) -> list[tuple[str, str]]:
+    """A row with what a checkpoint takes, and what --save has, if both are known. Warns if one more does not fit."""
+    save = job.config.checkpoint.save
+    if not save or job.has_own_optimizer:
+        return []
+    needed = 4 * numel * (1 if job.config.checkpoint.no_save_optim else 3)  # fp32 weights and two moments
+    free = shutil.disk_usage(nearest_there(save)).free
+    if free < needed:
+        what = "--save %s has %s of free space, and a checkpoint takes about %s: make room before the first save"
+        logger.warning(what, save, size(free), size(needed), extra=ALIKE)
+    return [("checkpoint", f"about {size(needed)}; --save has {size(free)} of free space")]
 
 
 def describe_hosts(hosts: Sequence[str]) -> str:

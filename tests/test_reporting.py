@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from types import SimpleNamespace
 
+from megazero import reporting
 from megazero.arguments import load_config
 from megazero.metrics import MetricsWriter
 from megazero.model.gpt2 import GPT2Model
@@ -68,3 +70,15 @@ def _lines_kept() -> int:
 def test_the_hosts_of_a_job_are_named_with_their_ranks():
     assert describe_hosts(["a", "a", "a", "b", "c", "c"]) == "ranks 0-2 on a, 3 on b, 4-5 on c"
     assert describe_hosts([f"h{rank // 8}" for rank in range(800)]).endswith("504-511 on h63 and 36 more")
+
+
+def test_too_little_space_for_one_more_checkpoint_is_told_at_the_start(tmp_path, monkeypatch, caplog):
+    job = SimpleNamespace(
+        config=SimpleNamespace(checkpoint=SimpleNamespace(save=str(tmp_path), no_save_optim=False)),
+        has_own_optimizer=False,
+    )
+    for free, warnings in ((12_000_000, 0), (11_999_999, 1)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        ((_, row),) = reporting._space(job, 1_000_000)
+        assert row == "about 12.00 MB; --save has 12.00 MB of free space" and len(caplog.records) == warnings
+    assert "make room before the first save" in caplog.text
