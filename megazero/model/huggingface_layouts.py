@@ -143,7 +143,10 @@ def _llama_to_ours(config: Mapping[str, Any], given: dict[str, Any]) -> GPT2Conf
     rope.setdefault("rope_type", rope.get("type", "default"))
     base, is_scaled = int(rope["rope_theta"]), rope["rope_type"] == "llama3"
     if is_scaled:
-        scaling = {key: (value,) for key, value in _LLAMA3_SCALING.items()}
+        scaling = {
+            "factor": (rope.get("factor") or "a number",),
+            **{key: (value,) for key, value in _LLAMA3_SCALING.items()},
+        }
         check_supported({**dict.fromkeys(scaling), **rope}, **scaling)
     ours = GPT2Config(
         **given,

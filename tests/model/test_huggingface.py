@@ -266,6 +266,7 @@ def test_a_configuration_that_we_cannot_compute_is_refused(key, value):
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}},
             "low_freq_factor=None, and .* only 1.0",
         ),
+        ({"rope_scaling": {**LLAMA3, "factor": None}}, "factor=None, and .* only 'a number'"),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 2.0}}, "high_freq_factor=2.0, and .* only 4.0"),
         ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 4096}}, "=4096, and .* only 8192"),
         ({"rope_theta": 10000.5}, "rope_theta=10000.5"),
