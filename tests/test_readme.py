@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from fnmatch import fnmatch
@@ -15,6 +16,7 @@ import torch
 from data_tools.registry import ALIASES, STEPS
 from megazero.arguments import config_of, make_parser, parse
 from megazero.config import Config
+from megazero.data.tokenizer import build_tokenizer
 from megazero.plan import Setup, plan_job
 from megazero.plan.__main__ import main as plan
 from tests.ranks import run_ranks
@@ -99,6 +101,20 @@ def test_the_plan_on_the_page_about_memory_gives_the_table_below_it(own_world):
     exec(compile(code, "docs/memory.md", "exec"), names)
     for name, planned in names["rows"][1:]:
         assert re.search(rf"^ +{re.escape(name)} +{re.escape(planned.split('  ')[0].strip())}\b", page, re.M), name
+
+
+def test_recipes_for_one_long_text_give_its_paragraphs_and_its_characters(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "A book.\n\nIts chapter one,\nof two lines. <|endoftext|>\n\nThe end: caf\u00e9."
+    (tmp_path / "input.txt").write_text(text, "utf-8")
+    page = (DOCS / "data.md").read_text().split("**One long text**")[1].split("**What a rule")[0]
+    for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(code, "docs/data.md", "exec"), {})
+    documents = [json.loads(line)["text"] for line in Path("input.jsonl").read_text().splitlines()]
+    assert len(documents) == 3 and "".join(documents) == text + "\n\n"
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", tokenizer_path="characters.json")
+    assert len(tokenizer.encode(text)) == len(text) and tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.vocab_size == len({*text}) + 1 and tokenizer.end == "<|endoftext|>"
 
 
 def test_the_example_on_the_page_about_planning_is_what_the_command_prints(capsys, monkeypatch):

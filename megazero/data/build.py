@@ -242,10 +242,13 @@ def _documents(config: DataConfig, source: IndexedDataset, shares: Sequence[floa
     """The documents [start, stop) of a corpus that a part has."""
     documents = split_ranges(shares, len(source))[part]
     if not source.sizes[slice(*documents)].any():
+        whole = (
+            " One long text is one document, and can be cut into several (docs/data.md)." if len(source) == 1 else ""
+        )
         raise ValueError(
             f"--split {config.split} leaves no {_PARTS[part]} data of {source.prefix}: it has "
             f"{counted(len(source), 'document')}, and a share of {shares[part]:.4f} of them is none that holds text. "
             "Add documents, give the part a larger weight or one of 0 (--split 100,0,0 trains on all), or data of its "
-            "own (--valid-data, --test-data)."
+            f"own (--valid-data, --test-data).{whole}"
         )
     return documents
