@@ -156,7 +156,8 @@ def test_what_makes_another_model_is_compared_on_resume_kept_for_inference_and_t
         assert name in (UNSEEN_IN_SHAPES if other.full_shapes() == config.full_shapes() else SEEN_IN_SHAPES), name
         assert config.differences(other) == {name: (getattr(config, name), value)}
         assert getattr(other.for_inference(), name) == value, name
-        assert told_to_huggingface(other) != told_to_huggingface(config), name
+        if name != "disable_bias_linear":  # for which their GPT-2 has zeros
+            assert told_to_huggingface(other) != told_to_huggingface(config), name
 
 
 @pytest.mark.parametrize("name", ALIKE)
