@@ -223,12 +223,12 @@ def _train(job: Job, metrics: MetricsWriter, train: Any, valid: dict[str, Any], 
 
     while job.iteration < flags.train_iters and not stop:
         begun, before = time.perf_counter(), job.consumed_samples
-        lr, grad_norms = job.lr, job.grad_norms
+        earlier = job.lr, job.grad_norms, job.own_scalars.copy()
         try:
             with profiler.step(job.iteration + 1), watch or nullcontext():
                 loss, stop = train_step(job, iterator)
         except FloatingPointError:
-            job.lr, job.grad_norms = lr, grad_norms  # of the iterations that led to it
+            job.lr, job.grad_norms, job.own_scalars = earlier  # of the iterations that led to it
             log(begun)
             raise
         if loss is None:

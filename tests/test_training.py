@@ -274,6 +274,7 @@ def test_exit_interval_stops_a_run_and_its_end_is_evaluated_all_the_same(corpus,
 
 def not_finite_case(arguments: list[str]) -> None:
     def fail(job: Job) -> None:
+        job.own_scalars["update"] = job.iteration + 1
         if job.iteration == 6:
             raise FloatingPointError
 
@@ -288,6 +289,7 @@ def test_what_came_after_the_last_line_of_the_log_is_written_at_the_end(corpus, 
     run_ranks(2, not_finite_case, flags(corpus, tmp_path / "fails", 20, "--log-interval", "4"))
     for end in ("stops", "fails"):
         assert list(metrics(tmp_path / end)) == [4, 6]
+    assert [line["update"] for line in logged(tmp_path / "fails")] == [4, 6]
 
 
 def test_a_run_is_left_after_each_multiple_of_its_interval_and_at_the_end_of_each_phase(corpus):
