@@ -81,7 +81,8 @@ def describe_start(job: Job) -> str:
     model, groups, training = job.config.model, job.groups, job.config.training
     mp, dp, steps = groups.model_parallel_size, groups.data_parallel_size, job.engine.gradient_accumulation_steps()
     width = f"{counted(model.num_layers, 'layer')} x {model.hidden_size}, vocabulary {model.vocab_size:,}"
-    count, of_flags = _num_parameters(job.engine.module), f"{model.num_parameters():,} ({width})"
+    numels, of_flags = _numels(job.engine.module), f"{model.num_parameters():,} ({width})"
+    count = sum(numels.values())
     own = f"{count:,} of {type(job.engine.module).__name__}; TFLOP/s is a GPT-2's of the flags' size, {of_flags}"
     kind, zero = type(job.engine.optimizer.torch_optimizer).__name__, job.engine.zero
     own_optimizer = f"{kind} of make_optimizer; the plan counts its states once it has made them"
@@ -98,7 +99,7 @@ def describe_start(job: Job) -> str:
         ("device", f"{job.device}, parameters in {str(job.config.precision.dtype).removeprefix('torch.')}"),
         *([("optimizer", own_optimizer)] if job.has_own_optimizer else []),
         ("ZeRO", f"stage {zero.stage}: {SHARDED[zero.stage]} sharded over {_shards(zero, dp)}{_homes(zero)}"),
-        *_space(job, count),
+        *_space(job, numels),
         ("started", f"{datetime.now():%Y-%m-%d %H:%M:%S}"),
     ]
     memory = job.engine.memory()
@@ -106,12 +107,15 @@ def describe_start(job: Job) -> str:
     return f"{table('job', rows)}\n{describe_memory(job, 'memory', memory)}"
 
 
-def _space(job: Job, numel: int) -> list[tuple[str, str]]:
+def _space(job: Job, numels: dict[str, int]) -> list[tuple[str, str]]:
     """A row with what a checkpoint takes, and what --save has, if both are known. Warns if one more does not fit."""
     save = job.config.checkpoint.save
     if not save or job.has_own_optimizer:
         return []
-    needed = 4 * numel * (1 if job.config.checkpoint.no_save_optim else 3)  # fp32 weights and two moments
+    needed = 4 * sum(numels.values())  # fp32 weights
+    for plan in (bucket.plan for bucket in job.engine.buckets if not job.config.checkpoint.no_save_optim):
+        if plan.is_trainable:  # Muon has one moment, Adam two
+            needed += 4 * sum(numels[name] for name in plan.parameters) * (1 if plan.has_matrices else 2)
     free = shutil.disk_usage(nearest_there(save)).free
     if free < needed:
         what = "--save %s has %s of free space, and a checkpoint takes about %s: make room before the first save"
@@ -133,10 +137,10 @@ def _left_out(parts: Sequence[range], iteration: int) -> list[tuple[str, str]]:
     return [("left out", f"iterations {', '.join(named)}")] if named else []
 
 
-def _num_parameters(model: nn.Module) -> int:
-    """Logical parameters: whole where tensor-parallel ranks hold parts, without padding, shared ones counted once."""
+def _numels(model: nn.Module) -> dict[str, int]:
+    """Of logical parameters, by name: whole where tensor-parallel ranks hold parts, without padding, shared ones counted once."""
     cuts, shapes = partitions(model), {name: shape_of(p) for name, p in model.named_parameters()}
-    return sum(math.prod(cuts[name].full_shape(shape) if name in cuts else shape) for name, shape in shapes.items())
+    return {name: math.prod(cuts[name].full_shape(shape) if name in cuts else shape) for name, shape in shapes.items()}
 
 
 def _shards(zero: ZeroConfig, data_parallel_size: int) -> str:

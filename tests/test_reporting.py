@@ -73,12 +73,23 @@ def test_the_hosts_of_a_job_are_named_with_their_ranks():
 
 
 def test_too_little_space_for_one_more_checkpoint_is_told_at_the_start(tmp_path, monkeypatch, caplog):
+    kinds = {"adam": (True, False), "muon": (True, True), "frozen": (False, False)}
+    plans = [
+        SimpleNamespace(parameters={name: None}, is_trainable=is_trainable, has_matrices=has_matrices)
+        for name, (is_trainable, has_matrices) in kinds.items()
+    ]
+    checkpoint = SimpleNamespace(save=str(tmp_path), no_save_optim=False)
     job = SimpleNamespace(
-        config=SimpleNamespace(checkpoint=SimpleNamespace(save=str(tmp_path), no_save_optim=False)),
+        config=SimpleNamespace(checkpoint=checkpoint),
+        engine=SimpleNamespace(buckets=[SimpleNamespace(plan=plan) for plan in plans]),
         has_own_optimizer=False,
     )
+    numels = dict.fromkeys(kinds, 500_000)  # 3 + 2 + 1 numbers for each
     for free, warnings in ((12_000_000, 0), (11_999_999, 1)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
-        ((_, row),) = reporting._space(job, 1_000_000)
+        ((_, row),) = reporting._space(job, numels)
         assert row == "about 12.00 MB; --save has 12.00 MB of free space" and len(caplog.records) == warnings
     assert "make room before the first save" in caplog.text
+    checkpoint.no_save_optim = True
+    ((_, row),) = reporting._space(job, numels)
+    assert row.startswith("about 6.00 MB;")
