@@ -35,7 +35,8 @@ class Answers:
         self.tokenizer, self.seq_length = tokenizer, seq_length
         self.rows = [row for file in files for row in load_rows(file, "prompt", "response")]
         prompts = (row["prompt"] for row in self.rows)
-        long = (prompt for prompt in prompts if len(prompt.encode()) >= seq_length)  # a token has a byte or more
+        # A token has a byte or more. JSON may have unpaired surrogates, of which each is three bytes for a tokenizer, too.
+        long = (prompt for prompt in prompts if len(prompt.encode(errors="surrogatepass")) >= seq_length)
         cut = sum(len(tokenizer.encode(prompt)) > seq_length for prompt in long)
         if cut:
             found = f"in {cut} of {len(self.rows)} rows of {', '.join(files)}, the prompt alone fills --seq-length {seq_length}"

@@ -400,6 +400,8 @@ def test_rows_whose_prompt_leaves_no_response_are_counted_and_refused_if_all(cor
         ValueError, match="in 2 of 2 rows of .*/long.jsonl, the prompt alone fills --seq-length 8: there"
     ):
         Answers([str(long)], tokenizer, 8)
+    long.write_text(json.dumps({"prompt": "\ud800", "response": "an unpaired surrogate"}))
+    assert Answers([str(long)], tokenizer, 8)[0]["counts"].any() and len(caplog.records) == bool(cut)
 
 
 def test_the_finetuning_example_trains_and_evaluates_on_the_responses_alone(own_world, corpus, tmp_path):
