@@ -152,9 +152,10 @@ def main(request: Request) -> None:
             is_over=partial(has_stop, tokenizer, sampling.stop, prompts) if sampling.stop else None,
             vocab_size=tokenizer.vocab_size,
         )
-        cut += sum(len(output) == request.new_tokens[batch.start] < sampling.out_seq_length for output in outputs)
         for text, prompt, output in zip(request.texts[batch], prompts, outputs, strict=True):
-            more = before_stops(continuation(tokenizer, prompt, output), sampling.stop or ())
+            whole = continuation(tokenizer, prompt, output)
+            more = before_stops(whole, sampling.stop or ())
+            cut += len(output) == request.new_tokens[batch.start] < sampling.out_seq_length and more == whole
             logger.info("%s", "-" * 80)
             logger.info("%s", text + more)
             if sampling.output:

@@ -650,6 +650,10 @@ def test_continuations_are_computed_in_batches_and_a_long_prompt_cuts_no_other(w
     sampling = replace(request.sampling, seed=request.sampling.seed + request.sampling.batch_size)
     generate_samples.main(replace(request, sampling=sampling))
     assert len({seed for _, _, seed in drawn}) == 2 * len(first), "batches, or two seeds, would draw the same samples"
+    caplog.clear()
+    stop = generate_samples.continuation(request.trained.tokenizer, request.prompts[5], [7])
+    generate_samples.main(replace(request, sampling=replace(sampling, stop=[stop])))
+    assert "positions" not in caplog.text, "each has ended itself"
 
 
 def test_json_lines_of_prompts_become_lines_with_tokens_and_their_probabilities(
