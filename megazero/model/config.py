@@ -27,14 +27,9 @@ SEEN_IN_SHAPES = (
     "disable_bias_linear",
     "untie_embeddings_and_output_weights",
 )
-UNSEEN_IN_SHAPES = (
-    "num_attention_heads",
-    "layernorm_epsilon",
-    "rotary_base",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-)
-_BEYOND_GPT2 = {*SEEN_IN_SHAPES, *UNSEEN_IN_SHAPES[2:], "group_query_attention"} - {*SIZES}
+_ROTARY = ("rotary_base", "use_rope_scaling", "rope_scaling_factor")
+UNSEEN_IN_SHAPES = ("num_attention_heads", "layernorm_epsilon", *_ROTARY)
+_BEYOND_GPT2 = {*SEEN_IN_SHAPES, *_ROTARY, "group_query_attention"} - {*SIZES}
 
 
 @dataclass(frozen=True)
