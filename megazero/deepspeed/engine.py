@@ -200,6 +200,7 @@ class DeepSpeedEngine(CheckpointingEngine):
 
         Raises:
             ValueError: `train_batch_size` is not a multiple of micro-batch size x data-parallel size.
+            EngineStateError: as of `set_gradient_accumulation_steps`.
         """
         micro, ranks = self.train_micro_batch_size_per_gpu(), self.dp_world_size
         one = micro * ranks
