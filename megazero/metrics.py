@@ -97,7 +97,8 @@ class MetricsWriter:
         self.start_iteration, self._keeps_lines = start_iteration, keeps_lines
         self.path = Path(directory) / "metrics.jsonl" if directory else None
         self._lines: dict[tuple[int, str], dict[str, Any]] = {}
-        self._unwritten: deque[dict[str, Any]] = deque(maxlen=MOST_UNWRITTEN)
+        # Lines, and whether each replaces one.
+        self._unwritten: deque[tuple[dict[str, Any], bool]] = deque(maxlen=MOST_UNWRITTEN)
         # By place: what records a line there, of which the second argument are the scalars.
         self._logs: dict[str, Callable[[dict[str, Any], dict[str, float]], None]] = {}
         if self.path is not None:
@@ -162,16 +163,17 @@ class MetricsWriter:
         self._lines[_key(line)] = {name: line[name] for name in _KEPT if name in line}
 
     def _append(self, line: dict[str, Any], _: dict[str, float]) -> None:
-        assert self.path is not None
-        if (key := _key(line)) in self._lines:  # a finished run that is started again repeats its last evaluations
-            self._rewrite(line if _key(earlier) == key else earlier for earlier in _read(self.path))
-            return
-        self._unwritten.append(line)
+        # A finished run that is started again repeats its last evaluations.
+        self._unwritten.append((line, _key(line) in self._lines))
         self._write_rest()
 
     def _write_rest(self) -> None:
         while self.path is not None and self._unwritten:
-            append_json(self.path, self._unwritten[0])
+            line, replaces = self._unwritten[0]
+            if replaces:
+                self._rewrite(line if _key(earlier) == _key(line) else earlier for earlier in _read(self.path))
+            else:
+                append_json(self.path, line)
             self._unwritten.popleft()
 
     def _rewrite(self, lines: Iterable[dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -233,6 +234,17 @@ def test_a_full_disk_ends_the_logs_with_a_warning_and_not_the_run(tmp_path, capl
     (tmp_path / "loss.png").mkdir()
     assert not plot_losses([{"iteration": 1, "section": "train", "loss": 8.0}], tmp_path / "loss.png")
     assert "no loss plot: " in caplog.text
+
+
+def test_a_repeated_line_that_a_full_disk_does_not_take_is_written_with_a_later_one(tmp_path, monkeypatch, caplog):
+    MetricsWriter(str(tmp_path), None, 0).write(1, {"loss": 8.0}, "test")
+    metrics = MetricsWriter(str(tmp_path), None, 1)
+    with monkeypatch.context() as full:
+        full.setattr("megazero.metrics.written_aside", Mock(side_effect=OSError(28, "No space left on device")))
+        metrics.write(1, {"loss": 7.0}, "test")
+    assert "waits from iteration 1 on, to be written later" in caplog.text
+    metrics.close()
+    assert [line["loss"] for line in logged(tmp_path)] == [7.0]
 
 
 def test_lines_of_a_time_when_the_disk_was_full_are_written_with_a_later_one(tmp_path, caplog):
