@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class Job:
     has_own_optimizer: bool = False  # the script's, not that of the flags
     made_by: str = ""  # the function that made the model
     grad_norms: dict[str, float] = field(default_factory=dict)  # by parameter, of a step that --log-grad-norms logs
-    own_scalars: dict[str, float] = field(default_factory=dict)  # a script's own numbers, recorded with every log line
+    own_scalars: dict[str, SupportsFloat] = field(default_factory=dict)  # a script's own, in every log line
 
     @property
     def global_batch_size(self) -> int:
