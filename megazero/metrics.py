@@ -146,16 +146,8 @@ class MetricsWriter:
             try:
                 record(line, scalars)
             except OSError as error:
-                if record != self._append:
-                    del self._logs[name]
-                    logger.warning("the log in %s ends at iteration %d, training goes on: %s", name, iteration, error)
-                elif len(self._unwritten) < 2:  # the first of them
-                    logger.warning(
-                        "the log in %s waits from iteration %d on, to be written later, training goes on: %s",
-                        name,
-                        iteration,
-                        error,
-                    )
+                del self._logs[name]
+                logger.warning("the log in %s ends at iteration %d, training goes on: %s", name, iteration, error)
         if self._keeps_lines:
             self._keep(line)
 
@@ -165,7 +157,16 @@ class MetricsWriter:
     def _append(self, line: dict[str, Any], _: dict[str, float]) -> None:
         # A finished run that is started again repeats its last evaluations.
         self._unwritten.append((line, _key(line) in self._lines))
-        self._write_rest()
+        try:
+            self._write_rest()
+        except OSError as error:
+            if len(self._unwritten) == 1:  # else it has been said
+                logger.warning(
+                    "the log in %s waits from iteration %d on, to be written later, training goes on: %s",
+                    self.path,
+                    line["iteration"],
+                    error,
+                )
 
     def _write_rest(self) -> None:
         while self.path is not None and self._unwritten:
